@@ -1,0 +1,201 @@
+"""The records that cross a process border, and what the two engines must be able to do.
+
+Everything here is small, frozen and free of torch: the driver moves references and records, never
+tensors. Log-probs are float32 values carried as Python floats, which hold them exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+PROBES = (
+    "prompts",
+    "tokens",
+    "rollout_logprobs",
+    "rewards",
+    "advantages",
+    "train_logprobs",
+    "loss",
+    "grads",
+    "grad_norm",
+    "optimizer",
+    "weights",
+    "sent",
+    "received",
+)
+"""What is digested at each update, in causal order: whatever follows the first difference is its consequence."""
+
+Probe = Literal[
+    "prompts",
+    "tokens",
+    "rollout_logprobs",
+    "rewards",
+    "advantages",
+    "train_logprobs",
+    "loss",
+    "grads",
+    "grad_norm",
+    "optimizer",
+    "weights",
+    "sent",
+    "received",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArtifactRef:
+    """A file or folder by place, kind and content."""
+
+    uri: str
+    kind: Literal["model", "data", "dcp", "checkpoint", "export", "ledger", "report"]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One rendered and tokenised prompt."""
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """All prompts of a data set in file order, and what was left out."""
+
+    prompts: tuple[Prompt, ...]
+    num_dropped_too_long: int
+    digest: str
+    """Over ids, token ids and labels of all kept prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """One completion to draw."""
+
+    request_id: str
+    """`<step>/<prompt id>/<sample index>`."""
+    prompt_id: str
+    sample_index: int
+    prompt_token_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One completion as the rollout engine drew it."""
+
+    request_id: str
+    prompt_id: str
+    sample_index: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """Sampled tokens; a sampled end-of-sequence token is the last of them and is scored."""
+    logprobs: tuple[float, ...]
+    """Log-prob of each of `token_ids` under the distribution that was sampled from (float32)."""
+    text: str
+    finish_reason: Literal["stop", "length"]
+    stop_token: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """What the trainer is given of a sample: never the rollout's log-probs."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    advantage: float = 0.0
+    """float32 value."""
+    masked: bool = False
+    """Left out of the loss (a truncated sample under `loss.mask_truncated`), still scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """One bit of one live value to be flipped, on purpose."""
+
+    step: int
+    probe: Probe
+    name: str | None = None
+    """Tensor or sample; None takes the first in sorted order."""
+    element: int = 0
+    bit: int = 0
+    """0 is the lowest bit of the element's storage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRecord:
+    """What one optimizer step left behind, as digests and numbers."""
+
+    digests: Mapping[str, Mapping[str, str]]
+    """Probe -> name -> digest, for loss, grads, grad_norm, optimizer, weights."""
+    metrics: Mapping[str, float]
+    """train/{loss,pg_loss,kl,ppo_kl,pg_clipfrac,entropy,grad_norm,lr,...}."""
+    changed_weights: int
+    """Number of tensors whose digest changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One update of one step as it goes into the ledger."""
+
+    step: int
+    update: int
+    """0-based within the step; -1 for line 0 (initial weights and first push, step 0)."""
+    digests: Mapping[str, Mapping[str, str]]
+    """Probe -> name -> digest; only the probes that this update has."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    samples: tuple[Mapping[str, Any], ...] = ()
+    """Rows of the samples table; on the first update of a step."""
+    violations: tuple[str, ...] = ()
+    """Required equalities that did not hold: `gate: ...`, `sent != received: ...`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentResult:
+    """What `train_segment` returns."""
+
+    start_step: int
+    end_step: int
+    state_digest: str
+    chain_digest: str
+    stopped_by: str | None
+    """The violation that ended the segment early, if any."""
+
+
+class RolloutEngine(Protocol):
+    """Draws completions. Implemented by `engines.rollout.group.RolloutGroup`."""
+
+    def generate(self, requests: Sequence[SampleRequest]) -> tuple[Sample, ...]:
+        """Draw one sample a request, in the order of `requests`, whatever the order of completion."""
+
+    def receive(
+        self, buckets: Sequence[Any], *, version: int, flip: Flip | None = None
+    ) -> Mapping[str, str]:
+        """Take a full set of weights, drop the prefix cache, return name -> digest of what is stored."""
+
+
+class Trainer(Protocol):
+    """Scores and updates. Implemented by `engines.train.group.TrainerGroup`."""
+
+    def score(self, samples: Sequence[TrainSample]) -> str:
+        """Score all samples at the current weights; return only the root digest of the log-probs."""
+
+    def scores(self) -> Mapping[str, tuple[float, ...]]:
+        """Reveal request id -> log-probs of the last `score`."""
+
+    def update(
+        self, samples: Sequence[TrainSample], *, step: int, update: int, flip: Flip | None = None
+    ) -> UpdateRecord:
+        """One optimizer step on these samples."""
+
+    def send(self, *, version: int, flip: Flip | None = None) -> tuple[Sequence[Any], Mapping[str, str]]:
+        """Cast the weights to the wire dtype; return references to buckets, and name -> digest."""
+
+    def weight_digests(self) -> Mapping[str, str]:
+        """Name -> digest of the float32 masters."""

@@ -1,0 +1,43 @@
+"""The one generic Ray actor: it makes an engine from an import path inside its own process.
+
+The driver therefore never imports torch, vllm or megatron; it names a class and sends plain values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from typing import Any
+
+
+def load(import_path: str) -> Any:
+    """Return the object that `package.module:name` names."""
+    module_name, _, attribute = import_path.partition(":")
+    if not attribute:
+        raise ValueError(f"not an import path of the form package.module:name: {import_path!r}")
+    return getattr(importlib.import_module(module_name), attribute)
+
+
+class Host:
+    """Holds one engine; made remote by `engines.cluster`."""
+
+    def __init__(self) -> None:
+        self.started_at = time.time()
+        self.engine: Any = None
+
+    def create(self, import_path: str, *args: Any, **kwargs: Any) -> None:
+        """Make the engine; apart from `__init__` so that a failure arrives with its own message."""
+        self.engine = load(import_path)(*args, **kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the engine."""
+        return getattr(self.engine, method)(*args, **kwargs)
+
+    def run(self, import_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a function in this process."""
+        return load(import_path)(*args, **kwargs)
+
+    def identity(self) -> dict[str, float | int]:
+        """Return pid and start time (seconds since the epoch) of this process."""
+        return {"pid": os.getpid(), "started_at": self.started_at}

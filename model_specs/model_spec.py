@@ -1,0 +1,37 @@
+"""`ModelSpec`: the architecture facts that decide bits, checked against a folder's config.json."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from model_specs.base import Execution, Frozen
+
+
+class ModelSpec(Frozen):
+    """A decoder-only language model of a known family."""
+
+    family: Literal["qwen2", "llama"]
+    path: Execution[str]
+    """`generated:tiny`, a local folder, or `hf://org/name@revision`; weights are identity by digest."""
+    weights_digest: str | None = None
+    """Digest of the weights' manifest; None only until `resolve` has filled it in."""
+    tokenizer_digest: str | None = None
+    """Digest of tokenizer files and chat template; None only until `resolve` has filled it in."""
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    max_position_embeddings: int = Field(ge=1)
+    rope_theta: float = Field(gt=0)
+    rope_scaling: str | None = None
+    """Canonical JSON of a rope scaling other than the default; None for the default."""
+    rms_norm_eps: float = Field(gt=0)
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype in which the folder stores the weights."""

@@ -1,0 +1,252 @@
+"""What a run is: `RunSpec`, in trajectory, plan and execution parts.
+
+The *trajectory* decides the bits of step k; the *plan* decides how many steps there are and what is
+checked between them; *execution* decides where it happens and must never decide a bit. Two runs are
+comparable when their trajectories are equal; runs of unequal length on their common prefix.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from model_specs.base import Execution, Frozen
+from model_specs.errors import SpecError
+from model_specs.model_spec import ModelSpec
+
+SCHEMA_VERSION = 1
+NUMERICS_VERSION = 1
+"""Raised by every change that alters bits; see the Numerics section of CHANGELOG.md."""
+
+
+class DataSpec(Frozen):
+    """Prompts and labels, and how a prompt is rendered."""
+
+    source: Execution[str]
+    """`generated:arithmetic`, or a folder or .jsonl file; its content is identity by `digest`."""
+    split: str = "train"
+    """For a folder: the file `<split>.jsonl` in it."""
+    digest: str | None = None
+    """SHA-256 of the file's bytes; None only until `resolve` has filled it in."""
+    format: Literal["messages", "gsm8k"] = "messages"
+    """`messages`: chat `messages` and `label`. `gsm8k`: `question` and `answer`, mapped by `template`."""
+    template: str = "{question}"
+    """User message made from a gsm8k row; `{question}` is replaced."""
+    system_prompt: str | None = None
+    prompt_ids: tuple[str, ...] = ()
+    """Keep only these prompts, in this order; empty keeps all. Ids are `<split>-<row>`."""
+    shuffle: bool = True
+    """A fresh order each epoch from (seed, epoch); False keeps file order."""
+    prompts_per_step: int = Field(ge=1)
+    max_prompt_tokens: int = Field(ge=1)
+    """A longer prompt is dropped and counted."""
+
+
+class SamplingSpec(Frozen):
+    """How completions are drawn."""
+
+    samples_per_prompt: int = Field(ge=2)
+    """GRPO's group size."""
+    max_new_tokens: int = Field(ge=1)
+    min_new_tokens: int = Field(default=0, ge=0)
+    temperature: float = Field(gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    """-1 keeps the whole vocabulary."""
+    stop: tuple[str, ...] = ()
+
+    @property
+    def keeps_whole_vocabulary(self) -> bool:
+        """Whether no token is cut off, so that processed log-probs are the policy's own."""
+        return self.top_p == 1.0 and self.top_k == -1
+
+
+class RewardSpec(Frozen):
+    """Which function scores a completion, with its declared options."""
+
+    name: Literal["gsm8k", "digits"]
+    format_credit: float = Field(default=0.0, ge=0, le=1)
+    """gsm8k: credit for a well-formed final answer that is wrong."""
+
+
+class LossSpec(Frozen):
+    """GRPO's loss."""
+
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.28, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
+    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+    reference: bool = False
+    """Hold a reference model (the initial weights) and report KL to it even at coefficient 0."""
+    aggregation: Literal["per_token", "per_sample"] = "per_token"
+    """`per_token`: sum over tokens / number of tokens of the update; `per_sample`: mean of sample means."""
+    advantage_eps: float = Field(default=1e-6, gt=0)
+    normalize_std: bool = True
+    advantage_transform: Literal["none", "shuffled", "sign_flipped"] = "none"
+    """The two controls of the learning test: with either, nothing useful can be learned."""
+    mask_truncated: bool = False
+    updates_per_step: int = Field(default=1, ge=1)
+
+
+class OptimizerSpec(Frozen):
+    """AdamW with Megatron's no-decay grouping (1-D parameters and biases are not decayed)."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(gt=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.98, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_grad: float = Field(default=1.0, gt=0)
+
+
+class ScheduleSpec(Frozen):
+    """Learning rate against the number of samples consumed."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_samples: int = Field(default=0, ge=0)
+    horizon_samples: int = Field(default=0, ge=0)
+    """Where decay ends; unused by `constant`. Identity, so that a run can be extended."""
+    min_lr: float = Field(default=0.0, ge=0)
+
+
+class TreeReduction(Frozen):
+    """Slots are added by a balanced binary tree: the bits do not depend on the number of ranks."""
+
+    kind: Literal["tree"] = "tree"
+    slots: int = Field(ge=1)
+    """Slots of one update; a power of two that the number of ranks divides."""
+
+    @model_validator(mode="after")
+    def _power_of_two(self) -> TreeReduction:
+        if self.slots & (self.slots - 1):
+            raise ValueError(f"slots must be a power of two, not {self.slots}")
+        return self
+
+
+class StockReduction(Frozen):
+    """The collective library's own reduction: the number of ranks decides bits, so it is identity."""
+
+    kind: Literal["stock"] = "stock"
+    slots: int = Field(ge=1)
+    world_size: int = Field(ge=1)
+
+
+class NumericsSpec(Frozen):
+    """Which arithmetic both engines run."""
+
+    policy: Literal["aligned"] = "aligned"
+    """`aligned`: the shared ops under both engines."""
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of activations, of the compute copy of the weights, and of the wire."""
+    version: int = NUMERICS_VERSION
+
+
+class SeedSpec(Frozen):
+    """The one root that every draw is derived from."""
+
+    root: int = Field(default=1234, ge=0)
+
+
+class GatePlan(Frozen):
+    """Which gates a run must pass."""
+
+    preflight: Literal["required", "optional", "off"] = "required"
+    logprobs: Literal["required", "optional", "off"] = "required"
+    controls: Literal["required", "optional", "off"] = "required"
+    """Beside the 0.0: native vLLM ops must be Misaligned, stock transformers must be near."""
+    stop_on_red: bool = True
+    """End the segment after the first step whose required gate is red."""
+    stock_band_float32: float = Field(default=1e-5, gt=0)
+    """fp32: largest difference allowed between vLLM on our ops and stock transformers."""
+
+
+class PlanSpec(Frozen):
+    """How far the run goes and what is checked; never the bits of a step."""
+
+    num_steps: int = Field(ge=1)
+    checkpoint_every: int = Field(ge=1)
+    keep_tensor_steps: int = Field(default=0, ge=0)
+    """Keep the tensors of this many last steps, so that a diff can name element and values."""
+    gates: GatePlan = GatePlan()
+
+
+class ExecutionSpec(Frozen):
+    """Where and how fast; recorded as ambient, never compared."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    trainer_ranks: int = Field(default=1, ge=1)
+    rollout_engines: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1)
+    """Threads of each engine process."""
+    request_order_seed: int | None = None
+    """Shuffle the order in which requests reach the engines; None keeps it. Must not change bits."""
+    max_num_seqs: int = Field(default=32, ge=1)
+    """Most sequences a rollout engine runs at once."""
+    kv_cache_mib: int = Field(default=64, ge=1)
+    bucket_mib: int = Field(default=64, ge=1)
+    """Size of one bucket of a weight push."""
+    object_store_mib: int = Field(default=512, ge=80)
+
+
+class RunSpec(Frozen):
+    """Everything that is needed to run again bit for bit."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    recipe: Execution[str]
+    """Name of the recipe this spec was made from; a label."""
+    model: ModelSpec
+    data: DataSpec
+    sampling: SamplingSpec
+    reward: RewardSpec
+    loss: LossSpec = LossSpec()
+    optimizer: OptimizerSpec
+    schedule: ScheduleSpec = ScheduleSpec()
+    reduction: TreeReduction | StockReduction = Field(discriminator="kind")
+    numerics: NumericsSpec = NumericsSpec()
+    trainer: Literal["fsdp2"] = "fsdp2"
+    seeds: SeedSpec = SeedSpec()
+    plan: PlanSpec
+    execution: Execution[ExecutionSpec] = ExecutionSpec()
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one rollout."""
+        return self.data.prompts_per_step * self.sampling.samples_per_prompt
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples of one optimizer step."""
+        return self.samples_per_step // self.loss.updates_per_step
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> RunSpec:
+        slots = self.reduction.slots
+        if self.samples_per_step % self.loss.updates_per_step:
+            raise SpecError(
+                f"loss.updates_per_step={self.loss.updates_per_step} does not divide the "
+                f"{self.samples_per_step} samples of a step"
+            )
+        if self.samples_per_update % slots:
+            raise SpecError(
+                f"reduction.slots={slots} does not divide the {self.samples_per_update} samples "
+                "of an update; choose a power of two that does"
+            )
+        if slots % self.execution.trainer_ranks:
+            raise SpecError(
+                f"execution.trainer_ranks={self.execution.trainer_ranks} does not divide "
+                f"reduction.slots={slots}"
+            )
+        if not self.sampling.keeps_whole_vocabulary and self.plan.gates.logprobs != "off":
+            raise SpecError(
+                f"sampling.top_p={self.sampling.top_p}, top_k={self.sampling.top_k} cut the "
+                "vocabulary, so processed log-probs are renormalised over the kept tokens and the "
+                "log-prob gate cannot hold; set top_p=1, top_k=-1, or plan.gates.logprobs=off"
+            )
+        if self.loss.kl_coef and not self.loss.reference:
+            raise SpecError(
+                f"loss.kl_coef={self.loss.kl_coef} needs loss.reference=true (a reference model)"
+            )
+        return self
