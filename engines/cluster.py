@@ -123,9 +123,9 @@ class Cluster:
 
         from engines.host import Host
 
-        remote = ray.remote(max_restarts=0, max_task_retries=0, num_cpus=num_cpus, num_gpus=num_gpus)(
-            Host
-        )
+        remote = ray.remote(
+            max_restarts=0, max_task_retries=0, num_cpus=num_cpus, num_gpus=num_gpus
+        )(Host)
         actor = remote.options(name=name, runtime_env={"env_vars": dict(env)}).remote()
         handle = EngineHandle(name, actor)
         self._handles.append(handle)

@@ -25,7 +25,7 @@ PROBES = (
     "sent",
     "received",
 )
-"""What is digested at each update, in causal order: whatever follows the first difference is its consequence."""
+"""What is digested at each update, in causal order: a first difference explains all later ones."""
 
 Probe = Literal[
     "prompts",
@@ -172,29 +172,45 @@ class RolloutEngine(Protocol):
     """Draws completions. Implemented by `engines.rollout.group.RolloutGroup`."""
 
     def generate(self, requests: Sequence[SampleRequest]) -> tuple[Sample, ...]:
-        """Draw one sample a request, in the order of `requests`, whatever the order of completion."""
+        """Draw one sample a request, in the order of `requests`, not in that of completion."""
 
     def receive(
-        self, buckets: Sequence[Any], *, version: int, flip: Flip | None = None
+        self,
+        buckets: Sequence[Any],
+        *,
+        version: int,
+        flip: Flip | None = None,
+        keep_to: str | None = None,
     ) -> Mapping[str, str]:
-        """Take a full set of weights, drop the prefix cache, return name -> digest of what is stored."""
+        """Take all weights, drop the prefix cache, return name -> digest of what is stored.
+
+        `keep_to` is a folder for `received.safetensors`.
+        """
 
 
 class Trainer(Protocol):
     """Scores and updates. Implemented by `engines.train.group.TrainerGroup`."""
 
-    def score(self, samples: Sequence[TrainSample]) -> str:
-        """Score all samples at the current weights; return only the root digest of the log-probs."""
+    def score(self, samples: Sequence[TrainSample], *, flip: Flip | None = None) -> str:
+        """Score all samples at the current weights; return only the log-probs' root digest."""
 
     def scores(self) -> Mapping[str, tuple[float, ...]]:
         """Reveal request id -> log-probs of the last `score`."""
 
     def update(
-        self, samples: Sequence[TrainSample], *, step: int, update: int, flip: Flip | None = None
+        self,
+        samples: Sequence[TrainSample],
+        *,
+        step: int,
+        update: int,
+        flip: Flip | None = None,
+        keep_to: str | None = None,
     ) -> UpdateRecord:
-        """One optimizer step on these samples."""
+        """One optimizer step on these samples; `keep_to` is a folder for `<probe>.safetensors`."""
 
-    def send(self, *, version: int, flip: Flip | None = None) -> tuple[Sequence[Any], Mapping[str, str]]:
+    def send(
+        self, *, version: int, flip: Flip | None = None, keep_to: str | None = None
+    ) -> tuple[Sequence[Any], Mapping[str, str]]:
         """Cast the weights to the wire dtype; return references to buckets, and name -> digest."""
 
     def weight_digests(self) -> Mapping[str, str]:

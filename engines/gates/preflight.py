@@ -1,0 +1,198 @@
+"""Probes of a started rollout engine: does a request's answer depend on anything but the request?
+
+Reading settings proves nothing, so the engine is asked. Four requests, the needles, are each drawn
+alone; then together in batches of 2, 4, ... up to the scheduler's limit, spread among requests of
+other lengths, at other places each time; then again with their prefixes in the cache. Every
+log-prob must have the same bits as alone and every token must be the same. Runs in the engine's
+process; takes seconds.
+
+    result = run_probes(engine, spec)
+    result["verdict"]    # Aligned, Misaligned, or Vacuous where nothing was probed
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from engines.contracts import Sample, SampleRequest
+from engines.provenance.verdict import Verdict
+from engines.seeds import derive_seed
+from model_specs.run_spec import RunSpec
+
+NUM_NEEDLES = 4
+NEW_TOKENS = 16
+"""Tokens drawn a request: one by prefill, the others by decode."""
+MAX_NEEDLE_TOKENS = 200
+MAX_OTHER_TOKENS = 60
+
+
+class ProbedEngine(Protocol):
+    """What the probes need of `engines.rollout.vllm_engine.VllmEngine`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt with its completion."""
+
+    @property
+    def cached_tokens(self) -> Mapping[str, int]:
+        """Request id -> prompt tokens that the last `generate` took from the prefix cache."""
+
+    def generate(self, requests: Sequence[SampleRequest], *, sampling: str | None) -> list[Sample]:
+        """Draw one sample a request."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The answers to the needles in one setting beside the answers to each alone."""
+
+    name: str
+    num_tokens: int
+    """Tokens compared."""
+    num_exact: int
+    """Same token, and log-prob of the same bits."""
+    max_abs_diff: float
+    """Largest log-prob difference in nats over the positions that both answers have."""
+    cached_tokens: int
+    """Prompt tokens of the needles that came from the prefix cache."""
+
+
+def run_probes(engine: ProbedEngine, spec: RunSpec) -> dict[str, Any]:
+    """Probe an engine that holds weights; return verdict and figures as JSON values.
+
+    Args:
+        engine: Idle; its prefix cache is reset.
+        spec: Gives temperature, the largest prompt and the largest batch.
+
+    Returns:
+        `verdict` (Aligned, Misaligned or Vacuous), `reason`, `seconds`, and `probes`, one mapping
+        each with the fields of `Probe`.
+    """
+    started = time.monotonic()
+    sampling = spec.sampling.model_copy(
+        update={"max_new_tokens": NEW_TOKENS, "min_new_tokens": 0, "stop": ()}
+    ).model_dump_json()
+    room = engine.max_model_len - NEW_TOKENS
+    longest = min(spec.data.max_prompt_tokens, room, MAX_NEEDLE_TOKENS)
+    # Lengths from the longest down, so that tiles, pages and cache hits are all met partly filled.
+    needles = [
+        _request(f"preflight/needle/{index}", max(1, longest - index * (longest // 4 + 1)), engine)
+        for index in range(NUM_NEEDLES)
+    ]
+    alone: list[Sample] = []
+    for needle in needles:
+        engine.reset_prefix_cache()
+        alone += engine.generate([needle], sampling=sampling)
+    probes = []
+    for size in _ladder(spec.execution.max_num_seqs):
+        engine.reset_prefix_cache()
+        others = [
+            _request(
+                f"preflight/other/{index}", 1 + (7 * index) % min(room, MAX_OTHER_TOKENS), engine
+            )
+            for index in range(size)
+        ]
+        batch = _spread(needles, others, size)
+        probes.append(_probe(f"batch of {size}", engine, batch, alone, sampling))
+    if not any(probe.cached_tokens for probe in probes):
+        # Fills the cache where no batch did, then takes from it.
+        engine.generate(needles, sampling=sampling)
+    probes.append(_probe("prefix cache", engine, needles, alone, sampling))
+    verdict, reason = judge(probes)
+    return {
+        "verdict": verdict.value,
+        "reason": reason,
+        "seconds": time.monotonic() - started,
+        "probes": [asdict(probe) for probe in probes],
+    }
+
+
+def _probe(
+    name: str,
+    engine: ProbedEngine,
+    batch: Sequence[SampleRequest],
+    alone: Sequence[Sample],
+    sampling: str,
+) -> Probe:
+    answers = {answer.request_id: answer for answer in engine.generate(batch, sampling=sampling)}
+    cached = sum(engine.cached_tokens.get(needle.request_id, 0) for needle in alone)
+    pairs = [(one, answers[one.request_id]) for one in alone if one.request_id in answers]
+    return compare(name, pairs, cached_tokens=cached)
+
+
+def compare(name: str, pairs: Sequence[tuple[Sample, Sample]], *, cached_tokens: int) -> Probe:
+    """Compare answers with the answers to the same requests alone; NaN is never exact."""
+    num_tokens = num_exact = 0
+    largest = 0.0
+    for alone, answer in pairs:
+        num_tokens += max(len(alone.token_ids), len(answer.token_ids))
+        for position in range(min(len(alone.token_ids), len(answer.token_ids))):
+            one, other = alone.logprobs[position], answer.logprobs[position]
+            same_token = alone.token_ids[position] == answer.token_ids[position]
+            num_exact += same_token and one.hex() == other.hex() and not math.isnan(one)
+            largest = max(largest, abs(one - other))
+    return Probe(
+        name=name,
+        num_tokens=num_tokens,
+        num_exact=num_exact,
+        max_abs_diff=largest,
+        cached_tokens=cached_tokens,
+    )
+
+
+def judge(probes: Sequence[Probe]) -> tuple[Verdict, str]:
+    """Return the verdict over all probes, and what broke first."""
+    tokens = sum(probe.num_tokens for probe in probes)
+    if not tokens:
+        return Verdict.VACUOUS, "no token was compared"
+    red = [probe for probe in probes if probe.num_exact != probe.num_tokens]
+    if not red:
+        return Verdict.ALIGNED, f"{tokens} tokens of {len(probes)} probes equal the requests alone"
+    worst = max(red, key=lambda probe: probe.max_abs_diff)
+    return Verdict.MISALIGNED, (
+        f"{len(red)} of {len(probes)} probes differ from the requests alone; first: {red[0].name}; "
+        f"worst: {worst.name}, {worst.num_tokens - worst.num_exact} of {worst.num_tokens} tokens, "
+        f"max {worst.max_abs_diff!r}"
+    )
+
+
+def _spread(
+    needles: Sequence[SampleRequest], others: Sequence[SampleRequest], size: int
+) -> list[SampleRequest]:
+    """Return a batch of `size` with as many needles as fit, evenly spread, turned by its size."""
+    count = min(len(needles), size)
+    places = {index * (size - 1) // max(1, count - 1): index for index in range(count)}
+    turn = size.bit_length()
+    return [
+        needles[(places[place] + turn) % len(needles)] if place in places else others[place]
+        for place in range(size)
+    ]
+
+
+def _request(request_id: str, length: int, engine: ProbedEngine) -> SampleRequest:
+    tokens = tuple(
+        derive_seed(0, request_id, position) % engine.vocab_size for position in range(length)
+    )
+    return SampleRequest(
+        request_id=request_id,
+        prompt_id=request_id,
+        sample_index=0,
+        prompt_token_ids=tokens,
+        seed=derive_seed(0, request_id),
+    )
+
+
+def _ladder(limit: int) -> list[int]:
+    """Return 2, 4, 8, ... below `limit`, and `limit`."""
+    sizes = [2**power for power in range(1, limit.bit_length()) if 2**power < limit]
+    return [*sizes, limit] if limit > 1 else sizes

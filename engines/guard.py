@@ -1,0 +1,99 @@
+"""Ends whatever a run left behind when its driver dies without cleaning up, as by kill -9.
+
+The driver marks its own environment with a fresh token, which every process it starts inherits:
+Ray's daemons and workers, engines, a temporary Prefect server. A watcher process holds the read end
+of a pipe; when the driver is gone, for whatever reason, the pipe closes, and after a short grace
+the watcher ends every process that still carries the token. Nothing is ever ended by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MARK = "LOCKSTEP_RUN_MARK"
+GRACE_S = 3.0
+TERMINATE_S = 5.0
+
+
+def start() -> str:
+    """Mark this process and start its watcher; return the token. A second call changes nothing."""
+    if _OWNED:
+        return _OWNED[0]
+    token = uuid.uuid4().hex
+    os.environ[MARK] = token
+    read_end, write_end = os.pipe()
+    subprocess.Popen(
+        [sys.executable, "-m", "engines.guard", str(read_end), token],
+        pass_fds=(read_end,),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd=Path(__file__).resolve().parent.parent,
+    )
+    os.close(read_end)
+    _OWNED.extend((token, write_end))
+    return token
+
+
+_OWNED: list[Any] = []
+"""Token and write end of the pipe; the end stays open for as long as the driver lives."""
+
+
+def own_token() -> str | None:
+    """The token of this process's guard, if it was started."""
+    return _OWNED[0] if _OWNED else None
+
+
+def marked_processes(token: str) -> list[psutil.Process]:
+    """All living processes that carry the token, and their descendants, apart from this one.
+
+    Descendants count because a process that sets its title may overwrite its environment.
+    """
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == token:
+                for member in (process, *process.children(recursive=True)):
+                    if member.status() != psutil.STATUS_ZOMBIE:
+                        found[member.pid] = member
+        except psutil.Error:  # gone meanwhile, or another user's
+            continue
+    found.pop(os.getpid(), None)
+    return list(found.values())
+
+
+def end_marked(token: str) -> None:
+    """Ask all marked processes to end, then end them."""
+    for sign, patience in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, TERMINATE_S)):
+        for process in marked_processes(token):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(sign)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if not marked_processes(token):
+                return
+            time.sleep(0.2)
+
+
+def watch(read_end: int, token: str) -> None:
+    """Wait until the other end of the pipe is closed everywhere, then clean up."""
+    while os.read(read_end, 1):
+        pass
+    time.sleep(GRACE_S)
+    end_marked(token)
+
+
+if __name__ == "__main__":
+    os.environ.pop(MARK, None)
+    watch(int(sys.argv[1]), sys.argv[2])

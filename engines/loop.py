@@ -1,0 +1,378 @@
+"""The training loop: one step is one rollout with its pushed weights, then its optimizer updates.
+
+Torch-free; it moves references and small records only. It owns no file: what must be written between
+two calls (the blind commitment of the trainer's scores) goes through `commit`, and what a step left
+behind is yielded. Nothing is taken in completion order.
+
+    for outcome in steps(trainer, rollout, spec, prompts, start=0, stop=8, commit=ledger.commit):
+        ledger.append(outcome.record, outcome.values)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engines.contracts import (
+    Flip,
+    Prompt,
+    PromptSet,
+    RolloutEngine,
+    Sample,
+    SampleRequest,
+    StepRecord,
+    Trainer,
+    TrainSample,
+    UpdateRecord,
+)
+from engines.data import prompt_order
+from engines.faults import choose_name, flip_float32, flip_int
+from engines.gates.logprobs import StepGate, compare_logprobs
+from engines.provenance.digest import digest_floats, digest_tokens
+from engines.rewards import score_samples
+from engines.seeds import derive_seed
+from engines.train.advantages import Advantages, group_advantages
+from model_specs.run_spec import RunSpec
+
+Commit = Callable[[int, str, str], None]
+Values = Mapping[str, Mapping[str, list[Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """One update, with the values behind its sample digests and the gate of its step."""
+
+    record: StepRecord
+    values: Values = field(default_factory=dict)
+    gate: StepGate | None = None
+    groups_with_variance: int = 0
+    changed_weights: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorKeeper:
+    """Decides where the tensors of an update are kept, if at all."""
+
+    folder: str
+    from_step: int
+
+    def path(self, step: int, update: int) -> str | None:
+        """Folder for this update's tensors, or None."""
+        if step < self.from_step:
+            return None
+        return f"{self.folder}/step-{step:06d}-{update}"
+
+
+def initial_push(
+    trainer: Trainer,
+    rollout: RolloutEngine,
+    *,
+    keeper: TensorKeeper | None = None,
+) -> StepOutcome:
+    """Line 0 of a ledger: the initial weights and the first push."""
+    weights = trainer.weight_digests()
+    sent, received, violations = push(trainer, rollout, version=0, flip=None, keep=None)
+    return StepOutcome(
+        record=StepRecord(
+            step=0,
+            update=-1,
+            digests={"weights": weights, "sent": sent, "received": received},
+            violations=violations,
+        )
+    )
+
+
+def steps(
+    trainer: Trainer,
+    rollout: RolloutEngine,
+    spec: RunSpec,
+    prompts: PromptSet,
+    *,
+    start: int,
+    stop: int,
+    commit: Commit,
+    keeper: TensorKeeper | None = None,
+    flip: Flip | None = None,
+) -> Iterator[StepOutcome]:
+    """Run steps `start + 1` to `stop`; yields one outcome an update.
+
+    The engines must hold the weights of step `start`. `flip`, where given, flips one bit of one
+    live value at its step.
+    """
+    for step in range(start + 1, stop + 1):
+        yield from _step(
+            trainer,
+            rollout,
+            spec,
+            prompts,
+            step=step,
+            commit=commit,
+            keeper=keeper,
+            flip=flip if flip is not None and flip.step == step else None,
+        )
+
+
+def _step(
+    trainer: Trainer,
+    rollout: RolloutEngine,
+    spec: RunSpec,
+    prompts: PromptSet,
+    *,
+    step: int,
+    commit: Commit,
+    keeper: TensorKeeper | None,
+    flip: Flip | None,
+) -> Iterator[StepOutcome]:
+    clock = _Clock()
+    chosen = [prompts.prompts[i] for i in prompt_order(len(prompts.prompts), spec, step)]
+    requests = sample_requests(chosen, spec, step)
+    samples = _flip_samples(tuple(rollout.generate(requests)), flip)
+    clock.lap("perf/generate_s")
+    labels = {prompt.prompt_id: prompt.label for prompt in chosen}
+    rewards = _flip_values(score_samples(samples, labels, spec.reward), samples, flip, "rewards")
+    advantages = _advantages(rewards, spec, step)
+    advantage_values = _flip_values(advantages.values, samples, flip, "advantages")
+    train_samples = _train_samples(samples, advantage_values, spec)
+    clock.lap("perf/reward_s")
+
+    commit(step, "train_logprobs", trainer.score(train_samples, flip=flip))
+    scores = trainer.scores()
+    clock.lap("perf/score_s")
+    gate = compare_logprobs(step, samples, scores)
+    values = _sample_values(chosen, samples, rewards, advantage_values, scores)
+    rows = _table(step, chosen, samples, rewards, advantage_values, gate)
+    metrics = _step_metrics(samples, rewards, advantages, gate, spec)
+    clock.lap("perf/gate_s")
+
+    first_digests = _sample_digests(values)
+    per_update = spec.samples_per_update
+    num_updates = spec.loss.updates_per_step
+    for update in range(num_updates):
+        batch = train_samples[update * per_update : (update + 1) * per_update]
+        keep = keeper.path(step, update) if keeper else None
+        record = trainer.update(batch, step=step, update=update, flip=flip, keep_to=keep)
+        clock.lap("perf/update_s")
+        digests = {**(first_digests if update == 0 else {}), **record.digests}
+        violations = gate.violations() if update == 0 else ()
+        if update == num_updates - 1:
+            sent, received, unequal = push(trainer, rollout, version=step, flip=flip, keep=keep)
+            digests |= {"sent": sent, "received": received}
+            violations += unequal
+            clock.lap("perf/push_s")
+        yield StepOutcome(
+            record=StepRecord(
+                step=step,
+                update=update,
+                digests=digests,
+                metrics=_update_metrics(metrics if update == 0 else {}, record, clock),
+                samples=rows if update == 0 else (),
+                violations=violations,
+            ),
+            values=values if update == 0 else {},
+            gate=gate if update == 0 else None,
+            groups_with_variance=advantages.groups_with_variance if update == 0 else 0,
+            changed_weights=record.changed_weights,
+        )
+
+
+def sample_requests(
+    prompts: Sequence[Prompt], spec: RunSpec, step: int
+) -> tuple[SampleRequest, ...]:
+    """One request a sample, prompt by prompt; each seed is a hash of what the draw is for."""
+    return tuple(
+        SampleRequest(
+            request_id=f"{step}/{prompt.prompt_id}/{index}",
+            prompt_id=prompt.prompt_id,
+            sample_index=index,
+            prompt_token_ids=prompt.token_ids,
+            seed=derive_seed(spec.seeds.root, "sample", step, prompt.prompt_id, index),
+        )
+        for prompt in prompts
+        for index in range(spec.sampling.samples_per_prompt)
+    )
+
+
+def push(
+    trainer: Trainer,
+    rollout: RolloutEngine,
+    *,
+    version: int,
+    flip: Flip | None,
+    keep: str | None,
+) -> tuple[Mapping[str, str], Mapping[str, str], tuple[str, ...]]:
+    """Send the weights; return sent and received digests and where they are not equal."""
+    buckets, sent = trainer.send(version=version, flip=flip, keep_to=keep)
+    received = rollout.receive(buckets, version=version, flip=flip, keep_to=keep)
+    unequal = sorted(
+        name for name in sent.keys() | received.keys() if sent.get(name) != received.get(name)
+    )
+    violations = tuple(
+        f"sent != received: version {version}, tensor {name}: sent {sent.get(name)}, "
+        f"received {received.get(name)}"
+        for name in unequal
+    )
+    return sent, received, violations
+
+
+def _advantages(rewards: Sequence[float], spec: RunSpec, step: int) -> Advantages:
+    group = spec.sampling.samples_per_prompt
+    groups = [rewards[i : i + group] for i in range(0, len(rewards), group)]
+    return group_advantages(
+        groups, spec.loss, seed=derive_seed(spec.seeds.root, "advantage_transform", step)
+    )
+
+
+def _train_samples(
+    samples: Sequence[Sample], advantages: Sequence[float], spec: RunSpec
+) -> tuple[TrainSample, ...]:
+    return tuple(
+        TrainSample(
+            request_id=sample.request_id,
+            prompt_token_ids=sample.prompt_token_ids,
+            token_ids=sample.token_ids,
+            advantage=advantage,
+            masked=spec.loss.mask_truncated and sample.finish_reason == "length",
+        )
+        for sample, advantage in zip(samples, advantages, strict=True)
+    )
+
+
+def _flip_samples(samples: tuple[Sample, ...], flip: Flip | None) -> tuple[Sample, ...]:
+    if flip is None or flip.probe not in ("tokens", "rollout_logprobs"):
+        return samples
+    name = choose_name([sample.request_id for sample in samples], flip)
+    flipped = []
+    for sample in samples:
+        if sample.request_id == name and flip.probe == "tokens":
+            ids = list(sample.token_ids)
+            ids[flip.element] = flip_int(ids[flip.element], flip.bit)
+            sample = replace(sample, token_ids=tuple(ids))
+        elif sample.request_id == name:
+            logprobs = list(sample.logprobs)
+            logprobs[flip.element] = flip_float32(logprobs[flip.element], flip.bit)
+            sample = replace(sample, logprobs=tuple(logprobs))
+        flipped.append(sample)
+    return tuple(flipped)
+
+
+def _flip_values(
+    values: Sequence[float], samples: Sequence[Sample], flip: Flip | None, probe: str
+) -> tuple[float, ...]:
+    """Flip one sample's float32 value; rewards and advantages are one value a sample."""
+    if flip is None or flip.probe != probe:
+        return tuple(values)
+    name = choose_name([sample.request_id for sample in samples], flip)
+    return tuple(
+        flip_float32(value, flip.bit) if sample.request_id == name else value
+        for value, sample in zip(values, samples, strict=True)
+    )
+
+
+def _sample_values(
+    prompts: Sequence[Prompt],
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    advantages: Sequence[float],
+    scores: Mapping[str, Sequence[float]],
+) -> dict[str, dict[str, list[Any]]]:
+    """Probe -> name -> values, in the shape that the ledger's side file keeps."""
+    ids = [sample.request_id for sample in samples]
+    return {
+        "prompts": {prompt.prompt_id: list(prompt.token_ids) for prompt in prompts},
+        "tokens": {sample.request_id: list(sample.token_ids) for sample in samples},
+        "rollout_logprobs": {sample.request_id: list(sample.logprobs) for sample in samples},
+        "rewards": {name: [value] for name, value in zip(ids, rewards, strict=True)},
+        "advantages": {name: [value] for name, value in zip(ids, advantages, strict=True)},
+        "train_logprobs": {name: list(scores[name]) for name in ids if name in scores},
+    }
+
+
+def _sample_digests(values: Values) -> dict[str, dict[str, str]]:
+    return {
+        probe: {
+            name: digest_tokens(name, row)
+            if probe in ("prompts", "tokens")
+            else digest_floats(name, row)
+            for name, row in rows.items()
+        }
+        for probe, rows in values.items()
+    }
+
+
+def _table(
+    step: int,
+    prompts: Sequence[Prompt],
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    advantages: Sequence[float],
+    gate: StepGate,
+) -> tuple[Mapping[str, Any], ...]:
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    return tuple(
+        {
+            "step": step,
+            "request_id": sample.request_id,
+            "prompt_id": sample.prompt_id,
+            "prompt": by_id[sample.prompt_id].text,
+            "completion": sample.text,
+            "label": by_id[sample.prompt_id].label,
+            "reward": reward,
+            "advantage": advantage,
+            "length": len(sample.token_ids),
+            "finish_reason": sample.finish_reason,
+            "worst_logprob_diff": gate.worst_by_request.get(sample.request_id, math.nan),
+        }
+        for sample, reward, advantage in zip(samples, rewards, advantages, strict=True)
+    )
+
+
+def _step_metrics(
+    samples: Sequence[Sample],
+    rewards: Sequence[float],
+    advantages: Advantages,
+    gate: StepGate,
+    spec: RunSpec,
+) -> dict[str, float]:
+    mean = math.fsum(rewards) / len(rewards)
+    variance = math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)
+    lengths = [len(sample.token_ids) for sample in samples]
+    truncated = sum(sample.finish_reason == "length" for sample in samples)
+    num_groups = spec.data.prompts_per_step
+    return {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(variance),
+        "reward/zero_std_groups": float(num_groups - advantages.groups_with_variance),
+        "rollout/response_length/mean": sum(lengths) / len(lengths),
+        "rollout/response_length/max": float(max(lengths)),
+        "rollout/truncated_ratio": truncated / len(samples),
+        "gate/logprob_abs_diff/max": gate.max_abs_diff,
+        "gate/logprob_abs_diff/mean": gate.mean_abs_diff,
+        "gate/logprob_abs_diff/p999": gate.p999_abs_diff,
+        "gate/exact_fraction": gate.exact_fraction,
+        "gate/num_tokens": float(gate.num_tokens),
+        "train/train_rollout_logprob_abs_diff": gate.mean_abs_diff,
+    }
+
+
+def _update_metrics(
+    step_metrics: Mapping[str, float], record: UpdateRecord, clock: _Clock
+) -> dict[str, float]:
+    return {**step_metrics, **record.metrics, **clock.laps}
+
+
+class _Clock:
+    """Seconds by phase: for looking at, never compared."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self._last = self.started
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self.laps["perf/step_s"] = now - self.started
+        self._last = now

@@ -1,0 +1,57 @@
+"""AdamW as plain elementwise arithmetic, so that a shard steps like the whole tensor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_CHUNK = 1 << 16
+"""Elements stepped at a time, so that temporaries stay in cache; it decides no bit."""
+
+
+@torch.no_grad()
+def adamw_step_(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Take one AdamW step in place (Loshchilov and Hutter, 2019, algorithm 2).
+
+    With g the gradient: `p *= 1 - lr * weight_decay`; `m = beta1 * m + (1 - beta1) * g`;
+    `v = beta2 * v + (1 - beta2) * g * g`; `p -= lr / c1 * (m / (sqrt(v) / sqrt(c2) + eps))`, where
+    `c_i = 1 - beta_i ** step`. Scalars are float64 and rounded to float32 where they meet a tensor. Each
+    multiplication, addition, division and root rounds by itself: torch's fused forms (`addcmul_`,
+    `add_(alpha=)`, `lerp_`) may or may not contract, depending on where an element stands.
+
+    Args:
+        param: float32, contiguous; changed in place, as are the two moments.
+        grad: float32, shape of `param`.
+        exp_avg: first moment m.
+        exp_avg_sq: second moment v.
+        step: number of this step, from 1.
+        lr: learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled; multiplied by `lr`.
+    """
+    if step < 1:
+        raise ValueError(f"adamw_step_: step is {step}; the first step is 1")
+    step_size = lr / (1.0 - beta1**step)
+    root_correction = math.sqrt(1.0 - beta2**step)
+    flat = [t.view(-1).split(_CHUNK) for t in (param, exp_avg, exp_avg_sq)]
+    for p, m, v, g in zip(*flat, grad.reshape(-1).split(_CHUNK), strict=True):
+        p.mul_(1.0 - lr * weight_decay)
+        m.mul_(beta1).add_(g * (1.0 - beta1))
+        v.mul_(beta2).add_((g * g).mul_(1.0 - beta2))
+        denominator = v.sqrt().div_(root_correction).add_(eps)
+        p.sub_((m / denominator).mul_(step_size))

@@ -1,0 +1,481 @@
+"""Compare two ledgers: the verdict, and the first (step, update, probe, name, element) that
+differs.
+
+    comparison = compare_ledgers(run / "a", run / "b")
+    comparison.verdict, comparison.headline, comparison.first
+
+Invariants: bits are compared whenever the trajectories are equal, or differ only in what `across`
+declares; a differing environment never changes the verdict, its differences are suspects; runs of
+unequal length are compared on their common prefix. Probes are in causal order, so that what
+follows the first difference is its consequence. Side files are opened for the first difference
+only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.contracts import PROBES
+from engines.provenance.element_diff import (
+    ElementDifference,
+    Elements,
+    diff_elements,
+    elements_of,
+    load_tensor,
+)
+from engines.provenance.ledger import (
+    TOKEN_PROBES,
+    Ledger,
+    LedgerLine,
+    read_ledger,
+    verify_ledger,
+)
+from engines.provenance.side_files import read_digests, read_values, tensors_path
+from engines.provenance.verdict import Verdict
+from model_specs.errors import ArtifactError, SpecError
+from model_specs.fingerprint import flattened, spec_differences
+from model_specs.run_spec import RunSpec
+
+ACROSS_GROUPS: Mapping[str, tuple[str, ...]] = {"layout": ("reduction",)}
+"""Names that `across` knows beside the fields of a spec."""
+
+ABSENT = "<absent>"
+"""Stands for a fact that only one of two environments has."""
+
+_NEVER_COMPARED = ("ambient", "fingerprint")
+
+Difference = tuple[str, Any, Any]
+"""(field, value in a, value in b)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The first difference, as far down as the evidence goes."""
+
+    step: int
+    update: int
+    probe: str
+    name: str | None
+    """Tensor, sample or prompt."""
+    element: tuple[int, ...] | None
+    value_a: float | int | None
+    value_b: float | int | None
+    hex_a: str | None
+    """Storage bits."""
+    hex_b: str | None
+    ulp: int | None
+    """Distance in units in the last place, as `element_diff` defines it."""
+    num_differing: int | None
+    """Elements of this name that differ."""
+    num_elements: int | None
+    max_ulp: int | None
+    detail: str
+
+    def __str__(self) -> str:
+        """Say everything in one line."""
+        where = f"step {self.step} update {self.update} {self.probe}"
+        if self.name is not None:
+            where += f" {self.name}"
+        if self.element is None:
+            return f"{where}: {self.detail}"
+        index = ", ".join(str(i) for i in self.element)
+        values = f"{self.value_a!r} ({self.hex_a}) | {self.value_b!r} ({self.hex_b})"
+        distance = f", {self.ulp} ULP" if self.ulp is not None else ""
+        largest = f", max {self.max_ulp} ULP" if self.max_ulp is not None else ""
+        return (
+            f"{where}[{index}]: {values}{distance}; {self.num_differing} of {self.num_elements} "
+            f"elements differ{largest}; {self.detail}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """How much was found equal or looked at, up to the first difference."""
+
+    updates: int = 0
+    probes: int = 0
+    """Roots."""
+    tensors: int = 0
+    """Names under those roots: tensors, samples, prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The outcome of comparing two ledgers."""
+
+    verdict: Verdict
+    common_steps: int = 0
+    """Steps that both have, line 0 not counted."""
+    compared: Compared = Compared()
+    first: Divergence | None = None
+    chain_digest: str | None = None
+    """Of the common prefix, when it is identical."""
+    identity_differences: tuple[Difference, ...] = ()
+    environment_differences: tuple[Difference, ...] = ()
+    """Suspects; they never change the verdict."""
+    note: str = ""
+
+    @classmethod
+    def incomparable(cls, note: str, differences: Sequence[Difference] = ()) -> Comparison:
+        """Return the refusal to compare, and why."""
+        return cls(verdict=Verdict.INCOMPARABLE, note=note, identity_differences=tuple(differences))
+
+    @property
+    def headline(self) -> str:
+        """Say the outcome in one line."""
+        if self.verdict is Verdict.DIVERGED:
+            text = f"first difference at {self.first}"
+        elif self.verdict is Verdict.IDENTICAL:
+            text = (
+                f"{self.common_steps} steps, {self.compared.updates} updates, "
+                f"{self.compared.tensors} digests equal; chain {self.chain_digest}"
+            )
+        else:
+            return self.note
+        return f"{text} ({self.note})" if self.note else text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values; floats that JSON lacks as `nan`, `inf`, `-inf`."""
+        values = asdict(self) | {"verdict": self.verdict.value, "headline": self.headline}
+        return {name: _jsonable(value) for name, value in values.items()}
+
+
+def compare_ledgers(
+    folder_a: str | Path,
+    folder_b: str | Path,
+    *,
+    across: Sequence[str] = (),
+    spec_a: RunSpec | Mapping[str, Any] | None = None,
+    spec_b: RunSpec | Mapping[str, Any] | None = None,
+    verify: bool = False,
+) -> Comparison:
+    """Compare the ledgers of two legs.
+
+    Args:
+        folder_a: Folder of a leg, with `ledger.jsonl` and its side files.
+        folder_b: Folder of the other.
+        across: Fields, or groups of fields, in which the two are expected to differ.
+        spec_a: Spec of the first; None reads `spec.json` beside or above its folder.
+        spec_b: Spec of the second.
+        verify: Recompute roots and chains from the side files first.
+
+    Raises:
+        ArtifactError: a ledger is missing, damaged, or does not agree with its own side files.
+        SpecError: `across` names a field that does not exist.
+    """
+    folder_a, folder_b = Path(folder_a), Path(folder_b)
+    read = verify_ledger if verify else read_ledger
+    a, b = read(folder_a), read(folder_b)
+    specs = (_spec(folder_a, spec_a), _spec(folder_b, spec_b))
+    differences: tuple[Difference, ...] = ()
+    notes = [*a.notes, *b.notes]
+    _check_across(across, specs)
+    if a.header.trajectory != b.header.trajectory:
+        differences = _identity_differences(a, b, specs)
+        undeclared = [field for field, _, _ in differences if not _declared(field, across)]
+        if undeclared:
+            return Comparison.incomparable(
+                f"the trajectories differ in {', '.join(undeclared)}; declare an expected "
+                "difference with --across",
+                differences,
+            )
+        notes.append(f"declared differences: {', '.join(field for field, _, _ in differences)}")
+    return _compare_lines(
+        (folder_a, folder_b),
+        (a, b),
+        specs,
+        differences=differences,
+        environment=_environment_differences(folder_a, folder_b),
+        notes=notes,
+    )
+
+
+def _compare_lines(
+    folders: tuple[Path, Path],
+    ledgers: tuple[Ledger, Ledger],
+    specs: tuple[RunSpec | None, RunSpec | None],
+    *,
+    differences: tuple[Difference, ...],
+    environment: tuple[Difference, ...],
+    notes: list[str],
+) -> Comparison:
+    a, b = ledgers
+    pairs = list(zip(a.lines, b.lines, strict=False))
+    common_steps = max((min(x.step, y.step) for x, y in pairs), default=0)
+    if len(a.lines) != len(b.lines):
+        notes.append(
+            f"{len(a.lines)} and {len(b.lines)} updates: compared on the {len(pairs)} in common"
+        )
+    updates = probes = tensors = 0
+    first: Divergence | None = None
+    for x, y in pairs:
+        found = _first_probe(x, y)
+        equal = PROBES if found is None else PROBES[: PROBES.index(found)]
+        probes += sum(probe in x.roots for probe in equal)
+        tensors += sum(x.counts.get(probe, 0) for probe in equal)
+        if x.key != y.key:
+            first = _without_element(x, None, f"the next update is {x.key} in a and {y.key} in b")
+        elif found is not None:
+            first = _descend(folders, x, y, found, _last_step(ledgers, specs))
+        if first is not None:
+            break
+        if x.chain != y.chain:
+            raise ArtifactError(
+                f"step {x.step} update {x.update}: all roots are equal but the chains are recorded "
+                f"as {x.chain} ({folders[0]}) and {y.chain} ({folders[1]}); verify both ledgers"
+            )
+        updates += 1
+    verdict = Verdict.DIVERGED if first else Verdict.IDENTICAL
+    if first is None and common_steps == 0:
+        verdict = Verdict.VACUOUS
+        notes.append("the two have no step in common, so nothing was compared")
+    return Comparison(
+        verdict=verdict,
+        common_steps=common_steps,
+        compared=Compared(updates=updates, probes=probes, tensors=tensors),
+        first=first,
+        chain_digest=pairs[-1][0].chain if verdict is Verdict.IDENTICAL else None,
+        identity_differences=differences,
+        environment_differences=environment,
+        note="; ".join(notes),
+    )
+
+
+def _first_probe(a: LedgerLine, b: LedgerLine) -> str | None:
+    if a.roots == b.roots:
+        return None
+    return next(probe for probe in PROBES if a.roots.get(probe) != b.roots.get(probe))
+
+
+def _last_step(ledgers: tuple[Ledger, Ledger], specs: tuple[RunSpec | None, RunSpec | None]) -> int:
+    planned = [spec.plan.num_steps for spec in specs if spec is not None]
+    return max([ledgers[0].last_step, ledgers[1].last_step, *planned])
+
+
+def _descend(
+    folders: tuple[Path, Path], a: LedgerLine, b: LedgerLine, probe: str, last_step: int
+) -> Divergence:
+    """Find the first name under a differing root, and the element under the name."""
+    for side, line in (("b", a), ("a", b)):
+        if probe not in line.roots:
+            return _without_element(line, probe, f"only {side} has this probe")
+    digests_a = read_digests(folders[0], a.step, a.update).get(probe, {})
+    digests_b = read_digests(folders[1], b.step, b.update).get(probe, {})
+    names = sorted(digests_a.keys() | digests_b.keys(), key=natural_order)
+    unequal = [name for name in names if digests_a.get(name) != digests_b.get(name)]
+    if not unequal:
+        raise ArtifactError(
+            f"step {a.step} update {a.update}: the roots of {probe} differ but the digests beside "
+            f"both ledgers are equal; verify {folders[0]} and {folders[1]}"
+        )
+    name = unequal[0]
+    detail = f"{len(unequal)} of {len(names)} names differ"
+    for side, digests in (("b", digests_a), ("a", digests_b)):
+        if name not in digests:
+            return _without_element(a, probe, f"only {side} has this name; {detail}", name=name)
+    return _element(folders, a, probe, name, detail=detail, last_step=last_step)
+
+
+def _element(
+    folders: tuple[Path, Path],
+    line: LedgerLine,
+    probe: str,
+    name: str,
+    *,
+    detail: str,
+    last_step: int,
+) -> Divergence:
+    values = [
+        read_values(folder, line.step, line.update).get(probe, {}).get(name) for folder in folders
+    ]
+    paths = [tensors_path(folder, line.step, line.update, probe) for folder in folders]
+    if values[0] is not None and values[1] is not None:
+        return _sample_element(line, probe, name, values[0], values[1], detail)
+    missing = [
+        str(folder) for folder, path in zip(folders, paths, strict=True) if not path.is_file()
+    ]
+    if missing:
+        keep = last_step - line.step + 1
+        return _without_element(
+            line,
+            probe,
+            f"{detail}; the element is not known, since the tensors of this step were not kept in "
+            f"{' and '.join(missing)}: run again with --set plan.keep_tensor_steps={keep}",
+            name=name,
+        )
+    a, b = (load_tensor(path, name) for path in paths)
+    return _element_difference(line, probe, name, a, b, detail)
+
+
+def _sample_element(
+    line: LedgerLine,
+    probe: str,
+    name: str,
+    a: Sequence[float | int],
+    b: Sequence[float | int],
+    detail: str,
+) -> Divergence:
+    length = min(len(a), len(b))
+    both_lengths = f"lengths {len(a)} | {len(b)}; " if len(a) != len(b) else ""
+    # Both sides in one array, so that both are given the same dtype.
+    both = elements_of([*a[:length], *b[:length]])
+    kind = "first differing token; " if probe in TOKEN_PROBES else ""
+    difference = diff_elements(
+        Elements(bits=both.bits[:length], dtype=both.dtype),
+        Elements(bits=both.bits[length:], dtype=both.dtype),
+    )
+    if difference is None:
+        reason = "equal as far as both go" if both_lengths else _EQUAL_VALUES
+        return _without_element(line, probe, f"{both_lengths}{reason}; {detail}", name=name)
+    return _divergence(line, probe, name, difference, f"{kind}{both_lengths}{detail}")
+
+
+_EQUAL_VALUES = "the kept values are equal although their digests differ: other bits were digested"
+
+
+def _element_difference(
+    line: LedgerLine, probe: str, name: str, a: Elements, b: Elements, detail: str
+) -> Divergence:
+    if a.bits.shape != b.bits.shape or a.dtype != b.dtype:
+        return _without_element(
+            line,
+            probe,
+            f"{a.dtype} of shape {a.bits.shape} | {b.dtype} of shape {b.bits.shape}; {detail}",
+            name=name,
+        )
+    difference = diff_elements(a, b)
+    if difference is None:
+        return _without_element(line, probe, f"{_EQUAL_VALUES}; {detail}", name=name)
+    return _divergence(line, probe, name, difference, detail)
+
+
+def _divergence(
+    line: LedgerLine, probe: str, name: str, difference: ElementDifference, detail: str
+) -> Divergence:
+    if difference.ulp is None and any(
+        isinstance(value, float) and math.isnan(value)
+        for value in (difference.value_a, difference.value_b)
+    ):
+        detail = f"a NaN has no distance; {detail}"
+    return Divergence(
+        step=line.step,
+        update=line.update,
+        probe=probe,
+        name=name,
+        detail=detail,
+        **asdict(difference),
+    )
+
+
+def _without_element(
+    line: LedgerLine, probe: str | None, detail: str, *, name: str | None = None
+) -> Divergence:
+    return Divergence(
+        step=line.step,
+        update=line.update,
+        probe=probe or "ledger",
+        name=name,
+        element=None,
+        value_a=None,
+        value_b=None,
+        hex_a=None,
+        hex_b=None,
+        ulp=None,
+        num_differing=None,
+        num_elements=None,
+        max_ulp=None,
+        detail=detail,
+    )
+
+
+def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key under which `layers.2` comes before `layers.10`."""
+    return tuple(
+        (0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part)
+        for part in re.split(r"([0-9]+)", name)
+        if part
+    )
+
+
+def _spec(folder: Path, given: RunSpec | Mapping[str, Any] | None) -> RunSpec | None:
+    if isinstance(given, RunSpec):
+        return given
+    if given is not None:
+        return RunSpec.model_validate(given)
+    for path in (folder / "spec.json", folder.parent / "spec.json"):
+        if path.is_file():
+            try:
+                return RunSpec.model_validate_json(path.read_bytes())
+            except ValueError as error:
+                raise ArtifactError(f"{path} is not a spec of this version: {error}") from error
+    return None
+
+
+def _identity_differences(
+    a: Ledger, b: Ledger, specs: tuple[RunSpec | None, RunSpec | None]
+) -> tuple[Difference, ...]:
+    found: tuple[Difference, ...] = ()
+    if specs[0] is not None and specs[1] is not None:
+        found = spec_differences(specs[0], specs[1])
+    # Specs that are missing, or equal while the ledgers' fingerprints are not, explain nothing.
+    return found or (("trajectory", a.header.trajectory, b.header.trajectory),)
+
+
+def _declared(field: str, across: Sequence[str]) -> bool:
+    names = [name for entry in across for name in ACROSS_GROUPS.get(entry, (entry,))]
+    return any(field == name or field.startswith(f"{name}.") for name in names)
+
+
+def _check_across(across: Sequence[str], specs: tuple[RunSpec | None, RunSpec | None]) -> None:
+    known = [field for spec in specs if spec is not None for field in flattened(spec)]
+    for entry in across:
+        if known and not any(_declared(field, (entry,)) for field in known):
+            groups = sorted({field.partition(".")[0] for field in known} | set(ACROSS_GROUPS))
+            raise SpecError(
+                f"--across {entry!r} is no identity field; name one such as optimizer.lr, or a "
+                f"group: {', '.join(groups)}"
+            )
+
+
+def _environment_differences(folder_a: Path, folder_b: Path) -> tuple[Difference, ...]:
+    a, b = (dict(_facts(folder)) for folder in (folder_a, folder_b))
+    return tuple(
+        (field, a.get(field, ABSENT), b.get(field, ABSENT))
+        for field in sorted(a.keys() | b.keys())
+        if a.get(field, ABSENT) != b.get(field, ABSENT)
+    )
+
+
+def _facts(folder: Path) -> Iterator[tuple[str, Any]]:
+    path = folder / "environment.json"
+    if path.is_file():
+        try:
+            yield from _flat("", json.loads(path.read_bytes()))
+        except ValueError as error:
+            raise ArtifactError(f"{path} is not JSON: {error}") from error
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key in value:
+            if key not in _NEVER_COMPARED:
+                yield from _flat(f"{prefix}.{key}" if prefix else key, value[key])
+    else:
+        yield prefix, value
+
+
+def _jsonable(value: Any) -> Any:
+    """Replace floats that JSON does not have by their names, and tuples by lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return value

@@ -1,0 +1,168 @@
+"""All rollout engines as one, seen from the driver.
+
+Invariant: neither the number of engines, nor the order in which requests reach them, nor the order
+in which they finish can be seen in an answer: a request carries its own seed, the ops are
+batch-invariant, and samples come back in the order of the requests. Imports no torch.
+
+    group = RolloutGroup(handles, spec)
+    received = group.receive(buckets, version=3)
+    samples = group.generate(requests)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from engines.cluster import EngineHandle, gather
+from engines.contracts import Flip, Sample, SampleRequest
+from model_specs.errors import EngineError
+from model_specs.run_spec import RunSpec, SamplingSpec
+
+Policy = Literal["aligned", "native"]
+
+NUMERICS_VARIABLE = "LOCKSTEP_NUMERICS"
+"""The plugin installs the shared ops in a process only where this says `aligned`."""
+PLUGIN_NAME = "lockstep"
+"""Name of the `vllm.general_plugins` entry point."""
+
+
+def engine_env(spec: RunSpec, policy: Policy = "aligned") -> dict[str, str]:
+    """Return the variables a rollout engine's process must start with, before torch loads in it."""
+    return {
+        NUMERICS_VARIABLE: policy,
+        # One process, so that the plugin, the weights and the threads are those we read back.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Only our own plugin: another one could replace an op behind our back.
+        "VLLM_PLUGINS": PLUGIN_NAME,
+        # Two engines on one machine must not be bound to the same core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        # A compiled op is not the shared op; and compilation costs 30 s.
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": str(spec.execution.threads),
+        "MKL_NUM_THREADS": str(spec.execution.threads),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+class RolloutGroup:
+    """`engines.contracts.RolloutEngine` over several engine processes of one policy."""
+
+    def __init__(self, handles: Sequence[EngineHandle], spec: RunSpec) -> None:
+        if not handles:
+            raise EngineError("a rollout group needs at least one engine, got none")
+        self._handles = tuple(handles)
+        self._spec = spec
+
+    def generate(
+        self, requests: Sequence[SampleRequest], *, sampling: SamplingSpec | None = None
+    ) -> tuple[Sample, ...]:
+        """Draw one sample a request, in the order of `requests`.
+
+        Args:
+            requests: What to draw; ids must be unique.
+            sampling: Used instead of the spec's own, for example for an evaluation.
+
+        Raises:
+            EngineError: Ids are not unique, or an engine answered for other requests than it was
+                given.
+        """
+        ids = [request.request_id for request in requests]
+        if len(set(ids)) != len(ids):
+            twice = sorted({name for name in ids if ids.count(name) > 1})
+            raise EngineError(
+                f"request ids must be unique; there more than once: {', '.join(twice)}"
+            )
+        order = list(requests)
+        if self._spec.execution.request_order_seed is not None:
+            random.Random(self._spec.execution.request_order_seed).shuffle(order)
+        parts = [order[index :: len(self._handles)] for index in range(len(self._handles))]
+        options = {"sampling": sampling.model_dump_json()} if sampling is not None else {}
+        answers = gather(
+            [
+                handle.call("generate", part, **options)
+                for handle, part in zip(self._handles, parts, strict=True)
+                if part
+            ],
+            what="rollout",
+        )
+        samples = {sample.request_id: sample for answer in answers for sample in answer}
+        if samples.keys() != set(ids) or sum(map(len, answers)) != len(ids):
+            raise EngineError(
+                f"{len(ids)} requests were sent and {sum(map(len, answers))} samples came back; "
+                "missing: "
+                f"{', '.join(sorted(set(ids) - samples.keys())) or 'none'}; unknown: "
+                f"{', '.join(sorted(samples.keys() - set(ids))) or 'none'}"
+            )
+        return tuple(samples[name] for name in ids)
+
+    def receive(
+        self,
+        buckets: Sequence[Any],
+        *,
+        version: int,
+        flip: Flip | None = None,
+        keep_to: str | None = None,
+    ) -> Mapping[str, str]:
+        """Give a full set of weights to all engines; return name -> digest of what they hold.
+
+        Args:
+            buckets: `engines.weights.wire` buckets, or references to them.
+            version: Step whose weights these are.
+            flip: With probe `received`, one bit of the stored tensor is flipped in every engine.
+            keep_to: Folder where the first engine also writes `received.safetensors`, what it
+                holds.
+
+        Raises:
+            EngineError: A tensor is missing, unknown or there twice, or two engines hold different
+                bits.
+        """
+        digests = gather(
+            [
+                handle.call(
+                    "receive",
+                    list(buckets),
+                    version=version,
+                    flip=flip,
+                    keep_to=keep_to if index == 0 else None,
+                )
+                for index, handle in enumerate(self._handles)
+            ],
+            what="weight push",
+        )
+        for handle, other in zip(self._handles[1:], digests[1:], strict=True):
+            differing = sorted(
+                name
+                for name in digests[0].keys() | other.keys()
+                if digests[0].get(name) != other.get(name)
+            )
+            if differing:
+                name = differing[0]
+                raise EngineError(
+                    f"{len(differing)} tensors differ between {self._handles[0].name} and "
+                    f"{handle.name} "
+                    f"after the push of version {version}; first {name}: {digests[0].get(name)} "
+                    "and "
+                    f"{other.get(name)}"
+                )
+        received: Mapping[str, str] = digests[0]
+        return received
+
+    def environment(self) -> dict[str, Mapping[str, Any]]:
+        """Return engine name -> the facts read back in its process."""
+        values = gather(
+            [handle.call("environment") for handle in self._handles], what="environment"
+        )
+        return {handle.name: value for handle, value in zip(self._handles, values, strict=True)}
+
+    def preflight(self) -> dict[str, Mapping[str, Any]]:
+        """Run the probes of `engines.gates.preflight` in every engine; return name -> result."""
+        values = gather([handle.call("preflight") for handle in self._handles], what="preflight")
+        return {handle.name: value for handle, value in zip(self._handles, values, strict=True)}

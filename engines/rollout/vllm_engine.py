@@ -1,0 +1,376 @@
+"""One rollout engine: vLLM in its own process, on the shared ops (`aligned`) or on its own
+(`native`).
+
+Invariant (aligned): a sample is a function of weights, prompt, seed and sampling alone; batch,
+order, prefix cache and scheduling cannot be seen in it. Weights come from the trainer before the
+first sample; until then the engine refuses to draw. The native engine loads a folder and is only a
+control.
+
+    engine = VllmEngine(model_dir, spec.model_dump_json(), engine_index=0)
+    received = engine.receive(buckets, version=0)
+    samples = engine.generate(requests)
+
+The variables of `engines.rollout.group.engine_env` must be set before this module is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig
+from vllm import LLM
+from vllm.config import WeightTransferConfig
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from engines.contracts import Flip, Sample, SampleRequest
+from engines.faults import choose_name, flip_bit
+from engines.provenance.tensor_digest import digest_tensor
+from engines.rollout import plugin, weight_transfer
+from engines.rollout.group import NUMERICS_VARIABLE, Policy, engine_env
+from engines.rollout.sampling import end_of_sequence_ids, sampling_params, to_sample
+from engines.weights.names import (
+    check_complete,
+    expected_shapes,
+    facts_of,
+    logical_views,
+    tied_aliases,
+)
+from engines.weights.wire import resolve
+from model_specs.errors import EngineError, UnsupportedError
+from model_specs.run_spec import RunSpec, SamplingSpec
+
+PAGE_SIZE = 32
+"""Tokens of one page of the KV cache: the smallest that vLLM's CPU backend takes."""
+MIN_BATCHED_TOKENS = 2048
+"""Tokens of one forward; at least a whole sequence, since prompts are never split."""
+LOADED_VERSION = "loaded"
+"""Weight version of a native engine, which loads a folder and takes no push."""
+
+
+class VllmEngine:
+    """Draws completions in this process."""
+
+    def __init__(
+        self,
+        model_dir: str,
+        spec: str,
+        *,
+        engine_index: int = 0,
+        policy: Policy = "aligned",
+        dtype: Literal["float32", "bfloat16"] | None = None,
+        load_format: str | None = None,
+    ) -> None:
+        """Start vLLM.
+
+        Args:
+            model_dir: Hugging Face folder with config and tokenizer; weights only for `native`.
+            spec: `RunSpec` as JSON.
+            engine_index: Which of `execution.rollout_engines` this is; a label.
+            policy: `aligned` installs the shared ops; `native` is vLLM as it comes.
+            dtype: Dtype of weights and activations; None takes `numerics.compute_dtype`.
+            load_format: vLLM's own; None takes `dummy` for aligned, whose weights are pushed, and
+                `auto` for native.
+
+        Raises:
+            EngineError: The process was not started with the variables of `engine_env`.
+            UnsupportedError: The version of vLLM, the model type or its rope scaling is not
+                supported.
+        """
+        self._spec = RunSpec.model_validate_json(spec)
+        self._model_dir = model_dir
+        self._engine_index = engine_index
+        self._policy: Policy = policy
+        self._dtype = dtype or self._spec.numerics.compute_dtype
+        self._check_environment()
+        config = AutoConfig.from_pretrained(model_dir)
+        _check_supported(config)
+        self._facts = facts_of(config)
+        self._expected = expected_shapes(self._facts)
+        plugin.register()
+        if policy == "aligned" and not plugin.installed():
+            raise EngineError("the shared ops were not installed, so this engine cannot be aligned")
+        weight_transfer.register_backend()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        self._llm = self._start(load_format or ("dummy" if policy == "aligned" else "auto"))
+        self._stop_token_ids = end_of_sequence_ids(model_dir, self._llm.get_tokenizer())
+        self._version: str | None = None if policy == "aligned" else LOADED_VERSION
+        self.cached_tokens: dict[str, int] = {}
+        """Request id -> prompt tokens that the last `generate` took from the prefix cache."""
+        self._llm.init_weight_transfer_engine({"init_info": {}})
+
+    # Drawing.
+
+    def generate(
+        self, requests: Sequence[SampleRequest], *, sampling: str | None = None
+    ) -> list[Sample]:
+        """Draw one sample a request, in the order of `requests`.
+
+        Args:
+            requests: What to draw.
+            sampling: `SamplingSpec` as JSON; None takes the spec's.
+
+        Raises:
+            EngineError: No weights were pushed yet, a prompt leaves no room for a token, vLLM did
+                not answer a request, or an answer is not whole (`engines.rollout.sampling`).
+        """
+        if self._version is None:
+            raise EngineError("no weights have been pushed to this engine yet; call receive first")
+        chosen = (
+            self._spec.sampling if sampling is None else SamplingSpec.model_validate_json(sampling)
+        )
+        engine = self._llm.llm_engine
+        wanted = {request.request_id: request for request in requests}
+        for request in requests:
+            self._check_room(request, chosen)
+            params = sampling_params(chosen, request, stop_token_ids=self._stop_token_ids)
+            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+            engine.add_request(request.request_id, prompt, params)
+        outputs: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output
+        if outputs.keys() != wanted.keys():
+            raise EngineError(
+                f"{len(wanted)} requests, {len(outputs)} answers; without an answer: "
+                f"{', '.join(sorted(wanted.keys() - outputs.keys())) or 'none'}"
+            )
+        self.cached_tokens = {name: out.num_cached_tokens or 0 for name, out in outputs.items()}
+        return [
+            to_sample(request, outputs[request.request_id], stop_token_ids=self._stop_token_ids)
+            for request in requests
+        ]
+
+    def preflight(self) -> dict[str, Any]:
+        """Run the probes of `engines.gates.preflight` on this engine."""
+        from engines.gates.preflight import run_probes
+
+        return run_probes(self, self._spec)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._facts.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt with its completion."""
+        return int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes.
+
+        Raises:
+            EngineError: vLLM did not, because requests are running.
+        """
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("vLLM did not reset its prefix cache, so old weights could answer")
+
+    # Weights.
+
+    def receive(
+        self,
+        buckets: Iterable[Any],
+        *,
+        version: int,
+        flip: Flip | None = None,
+        keep_to: str | None = None,
+    ) -> dict[str, str]:
+        """Take a full set of weights; return logical name -> digest of what is stored.
+
+        Args:
+            buckets: `engines.weights.wire` buckets or references to them.
+            version: Step whose weights these are.
+            flip: With probe `received`, this bit of the stored tensor is flipped before it is read.
+            keep_to: Folder where `received.safetensors` is written with the stored tensors.
+
+        Raises:
+            EngineError: A tensor is missing, unknown, there twice, or of another shape or dtype
+                (then nothing was loaded), or vLLM did not take one or did not drop its prefix
+                cache.
+            UnsupportedError: The policy is native: vLLM packs its weights away after loading.
+        """
+        if self._policy != "aligned":
+            raise UnsupportedError(
+                "a native engine packs its weights after loading, so that a push would reach only "
+                "some "
+                "of them and could not be read back; start it on an exported folder instead"
+            )
+        resolved = resolve(buckets)
+        tensors = [wire for bucket in resolved for wire in bucket]
+        check_complete([(wire.name, tuple(wire.shape)) for wire in tensors], self._expected)
+        other = sorted(
+            {f"{wire.name} {wire.dtype}" for wire in tensors if wire.dtype != self._dtype}
+        )
+        if other:
+            raise EngineError(
+                f"{len(other)} tensors are not {self._dtype}, first {other[0]}; the sender casts "
+                "to the "
+                "wire dtype, the engine never does"
+            )
+        self._llm.start_weight_update()
+        for bucket in resolved:
+            self._llm.update_weights({"update_info": {"bucket": bucket}})
+        self._llm.finish_weight_update(weight_version=str(version))
+        self.reset_prefix_cache()
+        self._version = self._llm.get_weight_version()
+        stored = self._stored()
+        if flip is not None and flip.probe == "received":
+            flip_bit(stored[choose_name(stored, flip)], flip.element, flip.bit)
+        if keep_to is not None:
+            _keep(stored, Path(keep_to) / "received.safetensors")
+        return {name: digest_tensor(name, tensor) for name, tensor in stored.items()}
+
+    def received_digests(self) -> dict[str, str]:
+        """Return logical name -> digest of the weights, read from the engine's storage now."""
+        return {name: digest_tensor(name, tensor) for name, tensor in self._stored().items()}
+
+    def weight_version(self) -> str | None:
+        """Return the version of the last push, `loaded` for a native engine, None before a push."""
+        return self._version
+
+    def _stored(self) -> dict[str, torch.Tensor]:
+        model = self._model()
+        stored = dict(logical_views(model.named_parameters(), self._facts))
+        check_complete([(name, tuple(view.shape)) for name, view in stored.items()], self._expected)
+        return stored
+
+    def _model(self) -> torch.nn.Module:
+        models: list[torch.nn.Module] = self._llm.apply_model(lambda model: model)
+        return models[0]
+
+    # Facts.
+
+    def environment(self) -> dict[str, Any]:
+        """Return what this process really has: versions, variables, switches, vLLM's settings."""
+        import transformers
+        import vllm
+
+        return {
+            "engine_index": self._engine_index,
+            "policy": self._policy,
+            "dtype": self._dtype,
+            "versions": {
+                "python": sys.version.split()[0],
+                "torch": torch.__version__,
+                "vllm": vllm.__version__,
+                "transformers": transformers.__version__,
+            },
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "variables": {
+                name: os.environ.get(name) for name in sorted(engine_env(self._spec, self._policy))
+            },
+            "shared_ops": list(plugin.installed()),
+            "stop_token_ids": list(self._stop_token_ids),
+            "tied": tied_aliases(self._facts),
+            "vllm_config": self._config_facts(),
+        }
+
+    def _config_facts(self) -> dict[str, Any]:
+        config = self._llm.llm_engine.vllm_config
+        layers = config.compilation_config.static_forward_context
+        backends = {
+            type(layer.impl).__name__ for layer in layers.values() if hasattr(layer, "impl")
+        }
+        return {
+            "prefix_caching": config.cache_config.enable_prefix_caching,
+            "page_size": config.cache_config.block_size,
+            "kv_cache_bytes": config.cache_config.kv_cache_memory_bytes,
+            "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "eager": config.model_config.enforce_eager,
+            "max_model_len": config.model_config.max_model_len,
+            "logprobs_mode": config.model_config.logprobs_mode,
+            "generation_config": config.model_config.generation_config,
+            "attention": sorted(backends),
+        }
+
+    # Start.
+
+    def _start(self, load_format: str) -> LLM:
+        spec = self._spec
+        length = min(
+            spec.data.max_prompt_tokens + spec.sampling.max_new_tokens,
+            spec.model.max_position_embeddings,
+        )
+        return LLM(
+            model=self._model_dir,
+            dtype=self._dtype,
+            load_format=load_format,
+            # The folder's generation_config.json must not change sampling behind the spec's back.
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            # A prompt in two parts and a seed of its own do not go together on CPU.
+            enable_chunked_prefill=False,
+            async_scheduling=False,
+            max_model_len=length,
+            max_num_seqs=spec.execution.max_num_seqs,
+            max_num_batched_tokens=max(length, MIN_BATCHED_TOKENS),
+            block_size=PAGE_SIZE,
+            kv_cache_memory_bytes=spec.execution.kv_cache_mib * 2**20,
+            weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
+            seed=0,
+            disable_log_stats=True,
+        )
+
+    def _check_environment(self) -> None:
+        expected = engine_env(self._spec, self._policy)
+        wrong = [
+            f"{name} is {os.environ.get(name)!r} instead of {value!r}"
+            for name, value in expected.items()
+            if os.environ.get(name) != value
+        ]
+        if wrong:
+            raise EngineError(
+                "this process was not started with the variables of engine_env: "
+                f"{'; '.join(wrong)}; they "
+                f"decide bits and are read before torch loads (policy {self._policy}, "
+                f"{NUMERICS_VARIABLE})"
+            )
+
+    def _check_room(self, request: SampleRequest, sampling: SamplingSpec) -> None:
+        needed = len(request.prompt_token_ids) + sampling.max_new_tokens
+        if needed > self.max_model_len:
+            raise EngineError(
+                f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens and "
+                f"sampling.max_new_tokens={sampling.max_new_tokens} exceed {self.max_model_len}; "
+                "vLLM "
+                "would cut the completion short and call it finished. Lower data.max_prompt_tokens"
+            )
+
+
+def _check_supported(config: Any) -> None:
+    """Refuse what neither the shared ops nor vLLM's CPU backend has, before anything is started."""
+    parameters = config.rope_parameters or {}
+    kind = parameters.get("rope_type", "default")
+    if kind != "default":
+        raise UnsupportedError(
+            f"rope scaling {kind!r} ({parameters}) has no shared op, so vLLM and trainer would "
+            "differ; supported: default"
+        )
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    head_dim = facts_of(config).head_dim
+    if head_dim not in sizes:
+        raise UnsupportedError(
+            f"head_dim={head_dim}: vLLM's CPU attention takes {', '.join(map(str, sizes))}; choose "
+            "num_attention_heads and head_dim accordingly"
+        )
+
+
+def _keep(stored: Mapping[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Rows of one fused matrix share its storage, which the format refuses; a copy has its own.
+    save_file({name: tensor.contiguous().clone() for name, tensor in stored.items()}, path)

@@ -1,0 +1,114 @@
+"""Run folders: a new one with a readable name, an existing one by name or path, its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.contracts import ArtifactRef
+from engines.provenance.fence import Fence, RunFolder, write_durably
+from model_specs.errors import SpecError
+from model_specs.fingerprint import trajectory_fingerprint
+from model_specs.run_spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run folder under an attempt."""
+
+    folder: Path
+    fence: Fence
+
+    @property
+    def run_id(self) -> str:
+        """Name of the folder."""
+        return self.folder.name
+
+
+def new_run(spec: RunSpec, runs_dir: Path, *, run_id: str | None = None) -> Run:
+    """Make a run folder named by time, recipe and fingerprint, and take its first attempt."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = run_id or f"{stamp}-{spec.recipe}-{trajectory_fingerprint(spec)[:6]}"
+    folder = RunFolder.create(runs_dir.resolve() / name, run_id=name)
+    write_spec(folder.path, spec)
+    return Run(folder=folder.path, fence=folder.new_attempt())
+
+
+def reopen(folder: Path) -> Run:
+    """Take a new attempt of an existing run; every older attempt may not write any more."""
+    return Run(folder=folder, fence=RunFolder.open(folder).new_attempt())
+
+
+def open_run(name: str, runs_dir: Path) -> Path:
+    """The folder of an existing run, named by path, full id or an unambiguous part of it."""
+    direct = Path(name)
+    if (direct / "run.json").is_file():
+        return direct.resolve()
+    found = sorted(path.parent for path in runs_dir.glob(f"*{name}*/run.json"))
+    exact = [path for path in found if path.name == name]
+    if len(exact or found) == 1:
+        return (exact or found)[0].resolve()
+    known = sorted(path.parent.name for path in runs_dir.glob("*/run.json"))
+    raise SpecError(
+        f"run {name!r}: {len(found)} runs match in {runs_dir.resolve()}; "
+        f"known runs: {', '.join(known[-8:]) or 'none'}"
+    )
+
+
+def open_leg(name: str, runs_dir: Path) -> Path:
+    """The folder of a leg, named as RUN/LEG or as RUN for a run with one leg."""
+    direct = Path(name)
+    if (direct / "ledger.jsonl").is_file():
+        return direct.resolve()
+    run, slash, leg = name.rpartition("/")
+    if slash and not (direct / "run.json").is_file():
+        folder = open_run(run, runs_dir)
+        if leg in legs(folder):
+            return folder / leg
+        raise SpecError(
+            f"run {folder.name} has no leg {leg!r}; its legs: {', '.join(legs(folder))}"
+        )
+    folder = open_run(name, runs_dir)
+    present = legs(folder)
+    if not present:
+        raise SpecError(f"run {folder.name} has no ledger yet, so there is nothing to compare")
+    return folder / present[0]
+
+
+def read_spec(folder: Path) -> RunSpec:
+    """The resolved spec of a run."""
+    return RunSpec.model_validate_json((folder / "spec.json").read_text(encoding="utf-8"))
+
+
+def write_spec(folder: Path, spec: RunSpec) -> None:
+    """Record the spec of a run."""
+    write_json(folder / "spec.json", json.loads(spec.model_dump_json()))
+
+
+def legs(folder: Path) -> tuple[str, ...]:
+    """Names of the legs that have a ledger, sorted."""
+    return tuple(sorted(path.parent.name for path in folder.glob("*/ledger.jsonl")))
+
+
+def checkpoints(leg_folder: Path) -> dict[int, ArtifactRef]:
+    """Step -> committed checkpoint of a leg; one without its last-written meta.json is torn."""
+    found = {}
+    for meta_path in sorted(leg_folder.glob("checkpoints/step-*/meta.json")):
+        meta = read_json(meta_path)
+        found[int(meta["step"])] = ArtifactRef(
+            uri=str(meta_path.parent), kind="checkpoint", digest=meta["state_digest"]
+        )
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file durably, sorted and readable."""
+    write_durably(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())

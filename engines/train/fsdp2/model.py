@@ -1,0 +1,246 @@
+"""A transformers causal LM whose forward runs on the shared ops, over one packed slot.
+
+The classes, parameters and state-dict names stay transformers' own; only `forward` of the instances is
+replaced, so that FSDP2's hooks on layers and root work as ever. Invariant: every op that rounds
+is one of `engines.numerics`; what runs beside them moves or reshapes values exactly, and
+`audit` proves that over a real forward.
+
+    model = build_model(spec.model)
+    share_forward(model, spec.model, temperature=spec.sampling.temperature)
+    logprobs, entropy = model(slot)      # float32 [T] each, T = slot.num_tokens
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engines import numerics
+from engines.train.slots import PackedSlot
+from model_specs.errors import EngineError, SpecError
+from model_specs.families.decoder import parameter_shapes
+from model_specs.model_spec import ModelSpec
+
+EXACT_OPS = frozenset(
+    {
+        # views
+        "aten.as_strided", "aten.detach", "aten.split_with_sizes", "aten.unsqueeze", "aten.view",
+        # allocation and copies; `_to_copy` and `copy_` cast the masters to the compute dtype
+        "aten.empty", "aten.new_zeros", "aten.clone", "aten.copy_", "aten._foreach_copy_",
+        "aten._to_copy",
+        # selection of rows, and zeros into padding
+        "aten.index_select", "aten.index_copy_", "aten.masked_fill",
+        # FSDP2's gathering of parameters, and markers around it
+        "fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy", "c10d._allgather_base_",
+        "profiler._record_function_enter_new", "profiler._record_function_exit",
+    }
+)  # fmt: skip
+"""Ops that may run outside of the shared ones: each gives the same bits in any batch."""
+
+
+def model_config(spec: ModelSpec) -> Any:
+    """Return transformers' configuration of the architecture that `spec` describes.
+
+    Raises:
+        SpecError: A rope scaling, which the shared rotary op does not implement.
+    """
+    if spec.rope_scaling is not None:
+        raise SpecError(
+            f"model.rope_scaling={spec.rope_scaling} is not implemented by the shared rotary op; "
+            "only the default (None) is"
+        )
+    family_facts = {"attention_bias": spec.qkv_bias} if spec.family == "llama" else {}
+    return AutoConfig.for_model(
+        spec.family,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_attention_heads,
+        num_key_value_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab_size,
+        max_position_embeddings=spec.max_position_embeddings,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        tie_word_embeddings=spec.tie_word_embeddings,
+        hidden_act="silu",
+        **family_facts,
+    )
+
+
+def build_model(spec: ModelSpec) -> torch.nn.Module:
+    """Return the model with float32 parameters that are allocated but not initialised.
+
+    Raises:
+        SpecError: Names or shapes of its parameters are not those the spec implies.
+    """
+    with torch.device("meta"):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            model_config(spec), dtype=torch.float32
+        )
+    model.to_empty(device="cpu")
+    model.tie_weights()  # `to_empty` gave the tied head storage of its own
+    del model.model.rotary_emb  # the shared rotary op has its own frequencies
+    built = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    wanted = parameter_shapes(spec)
+    for name in sorted(built.keys() | wanted.keys()):
+        if built.get(name) != wanted.get(name):
+            raise SpecError(
+                f"{name}: the model spec implies shape {wanted.get(name)}, transformers' "
+                f"{type(model).__name__} has {built.get(name)}; check model.qkv_bias, "
+                "model.tie_word_embeddings and the sizes"
+            )
+    return model
+
+
+def share_forward(model: torch.nn.Module, spec: ModelSpec, *, temperature: float) -> None:
+    """Replace the forwards of `model` and its parts, in place.
+
+    Afterwards `model(slot)` returns (log-probs, entropy), float32 [T] each: of the completion tokens of
+    all sequences in order, under softmax(logits / temperature).
+    """
+    inv_freq = numerics.rotary_inv_freq(spec.rope_theta, spec.head_dim)
+    for layer in model.model.layers:
+        _replace(layer, _layer_forward)
+        _replace(layer.self_attn, _attention_forward(spec, inv_freq))
+        _replace(layer.mlp, _mlp_forward)
+        _replace(layer.input_layernorm, _norm_forward)
+        _replace(layer.post_attention_layernorm, _norm_forward)
+    _replace(model.model, _decoder_forward)
+    _replace(model.model.embed_tokens, _embedding_forward)
+    _replace(model.model.norm, _norm_forward)
+    _replace(model, _causal_lm_forward(temperature))
+
+
+def _replace(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    module.forward = types.MethodType(forward, module)
+
+
+def _norm_forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return numerics.rms_norm(hidden, self.weight, self.variance_epsilon)
+
+
+def _embedding_forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
+    return numerics.embedding(ids, self.weight)
+
+
+def _mlp_forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    gate, up = numerics.linear_multi(
+        hidden,
+        (self.gate_proj.weight, self.up_proj.weight),
+        (self.gate_proj.bias, self.up_proj.bias),
+    )
+    down = self.down_proj
+    return numerics.linear(numerics.silu_mul(gate, up), down.weight, down.bias)
+
+
+def _attention_forward(spec: ModelSpec, inv_freq: torch.Tensor) -> Callable[..., Any]:
+    heads, kv_heads, width = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+
+    def forward(self: Any, hidden: torch.Tensor, slot: PackedSlot) -> torch.Tensor:
+        q, k, v = numerics.linear_multi(
+            hidden,
+            (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight),
+            (self.q_proj.bias, self.k_proj.bias, self.v_proj.bias),
+        )
+        rows = hidden.shape[0]
+        mixed = numerics.causal_attention(
+            numerics.rotary(q.view(rows, heads, width), slot.positions, inv_freq),
+            numerics.rotary(k.view(rows, kv_heads, width), slot.positions, inv_freq),
+            v.view(rows, kv_heads, width),
+            starts=slot.starts,
+            lengths=slot.lengths,
+            scale=width**-0.5,
+        )
+        output = self.o_proj
+        return numerics.linear(mixed.reshape(rows, heads * width), output.weight, output.bias)
+
+    return forward
+
+
+def _layer_forward(self: Any, hidden: torch.Tensor, slot: PackedSlot) -> torch.Tensor:
+    hidden = numerics.add(hidden, self.self_attn(self.input_layernorm(hidden), slot))
+    return numerics.add(hidden, self.mlp(self.post_attention_layernorm(hidden)))
+
+
+def _decoder_forward(self: Any, slot: PackedSlot) -> torch.Tensor:
+    hidden = self.embed_tokens(slot.ids).masked_fill(slot.padding[:, None], 0)
+    for layer in self.layers:
+        hidden = layer(hidden, slot)
+    return self.norm(hidden)
+
+
+def _causal_lm_forward(temperature: float) -> Callable[..., Any]:
+    def forward(self: Any, slot: PackedSlot) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = _CollectRows.apply(self.model(slot), slot)
+        logprobs, entropy = numerics.head_logprobs(
+            hidden, self.lm_head.weight, slot.targets, temperature=temperature
+        )
+        return (
+            logprobs.index_select(0, slot.head_rows),
+            entropy.index_select(0, slot.head_rows),
+        )
+
+    return forward
+
+
+class _CollectRows(torch.autograd.Function):
+    """[M, K] -> [H, K]: scored rows to their head rows, zeros elsewhere; exact both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, slot: PackedSlot) -> torch.Tensor:
+        ctx.slot, ctx.num_rows = slot, hidden.shape[0]
+        collected = hidden.new_zeros(slot.num_head_rows, hidden.shape[1])
+        return collected.index_copy_(0, slot.head_rows, hidden.index_select(0, slot.scored_rows))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        rows = gradient.index_select(0, ctx.slot.head_rows)
+        spread = gradient.new_zeros(ctx.num_rows, gradient.shape[1])
+        return spread.index_copy_(0, ctx.slot.scored_rows, rows), None
+
+
+class _OpsOutside(TorchDispatchMode):
+    """Collects the names of ops that were not called from `engines.numerics`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _called_from_numerics():
+            self.names.add(func.overloadpacket._qualified_op_name.replace("::", "."))
+        return func(*args, **(kwargs or {}))
+
+
+def _called_from_numerics() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("engines.numerics"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def audit(model: torch.nn.Module, slot: PackedSlot) -> tuple[str, ...]:
+    """Run one forward without gradient and return the ops outside of the shared ones, sorted.
+
+    Raises:
+        EngineError: One of them is not on `EXACT_OPS`.
+    """
+    with torch.no_grad(), _OpsOutside() as outside:
+        model(slot)
+    unknown = sorted(outside.names - EXACT_OPS)
+    if unknown:
+        raise EngineError(
+            f"the trainer's forward runs {', '.join(unknown)} outside of the shared ops; a result "
+            "of such an op may depend on the batch: route it through engines.numerics, or show that "
+            "it is exact and list it"
+        )
+    return tuple(sorted(outside.names))

@@ -1,0 +1,188 @@
+"""All trainer ranks as one trainer, seen from the driver.
+
+Invariant: every call goes to every rank with the same arguments, in one order, since each of them is a
+collective; rank 0 answers. No result depends on the number of ranks. Imports no torch.
+
+    trainer = TrainerGroup(handles, spec)
+    root = trainer.score(samples)
+    record = trainer.update(samples, step=1, update=0)
+    references, sent = trainer.send(version=1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engines.cluster import EngineHandle, gather
+from engines.contracts import Flip, TrainSample, UpdateRecord
+from model_specs.errors import CheckpointError, EngineError
+from model_specs.run_spec import RunSpec
+
+TRAINERS: Mapping[str, str] = {"fsdp2": "engines.train.fsdp2.actor:Fsdp2Trainer"}
+"""`RunSpec.trainer` -> import path of the class that every rank's process makes."""
+
+
+def trainer_env(spec: RunSpec) -> dict[str, str]:
+    """Return the variables a trainer rank's process must start with, before torch loads in it."""
+    threads = str(spec.execution.threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        # A compiled op is not the shared op.
+        "TORCHDYNAMO_DISABLE": "1",
+        # Read by cuBLAS and Transformer Engine where the device is a GPU; inert on CPU.
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "CUBLASLT_WORKSPACE_SIZE": "1",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+class TrainerGroup:
+    """`engines.contracts.Trainer` over the processes of all ranks; handle r is rank r."""
+
+    def __init__(self, handles: Sequence[EngineHandle], spec: RunSpec) -> None:
+        if len(handles) != spec.execution.trainer_ranks:
+            raise EngineError(
+                f"{len(handles)} trainer processes were given, but "
+                f"execution.trainer_ranks={spec.execution.trainer_ranks}"
+            )
+        self._handles = tuple(handles)
+
+    def start(self, spec: RunSpec, *, dcp_dir: str | Path, rendezvous: str) -> None:
+        """Make the trainer in every rank's process; all of them meet at `rendezvous` (file://...)."""
+        created = [
+            handle.actor.create.remote(
+                TRAINERS[spec.trainer],
+                spec.model_dump_json(),
+                dcp_dir=str(dcp_dir),
+                rank=rank,
+                world_size=len(self._handles),
+                rendezvous=rendezvous,
+            )
+            for rank, handle in enumerate(self._handles)
+        ]
+        gather(created, what="start of the trainer")
+
+    def score(self, samples: Sequence[TrainSample], *, flip: Flip | None = None) -> str:
+        """Score all samples at the current weights; return only the root digest of the log-probs."""
+        root: str = self._all("score", list(samples), flip=flip)[0]
+        return root
+
+    def scores(self) -> Mapping[str, tuple[float, ...]]:
+        """Reveal request id -> log-probs (float32 values) of the last `score`."""
+        scores: Mapping[str, tuple[float, ...]] = self._first("scores")
+        return scores
+
+    def update(
+        self,
+        samples: Sequence[TrainSample],
+        *,
+        step: int,
+        update: int,
+        flip: Flip | None = None,
+        keep_to: str | None = None,
+    ) -> UpdateRecord:
+        """One optimizer step on these samples; `keep_to` is a folder for `<probe>.safetensors`."""
+        record: UpdateRecord = self._all(
+            "update", list(samples), step=step, update=update, flip=flip, keep_to=keep_to
+        )[0]
+        return record
+
+    def send(
+        self, *, version: int, flip: Flip | None = None, keep_to: str | None = None
+    ) -> tuple[Sequence[Any], Mapping[str, str]]:
+        """Cast the weights to the wire dtype; return references to buckets, and name -> digest."""
+        references, digests = self._all("send", version=version, flip=flip, keep_to=keep_to)[0]
+        return references, digests
+
+    def weight_digests(self) -> Mapping[str, str]:
+        """Name -> digest of the float32 masters."""
+        digests: Mapping[str, str] = self._all("weight_digests")[0]
+        return digests
+
+    def state_digest(self) -> str:
+        """Digest of weights, optimizer state and progress; all ranks must give the same."""
+        digests = self._all("state_digest")
+        if len(set(digests)) != 1:
+            raise EngineError(f"trainer ranks disagree about the state digest: {digests}")
+        state: str = digests[0]
+        return state
+
+    def ensure_at(self, path: str | Path, digest: str) -> bool:
+        """Bring the trainer to the state at `path`; returns whether something was loaded.
+
+        Raises:
+            CheckpointError: What was loaded is not the state that was asked for.
+        """
+        if self.state_digest() == digest:
+            return False
+        self.load(path)
+        loaded = self.state_digest()
+        if loaded != digest:
+            raise CheckpointError(
+                f"{path} holds state {loaded}, but {digest} was asked for; "
+                "name the checkpoint that the ledger or the lock records"
+            )
+        return True
+
+    def load(self, path: str | Path) -> None:
+        """Load a checkpoint, or the run's converted initial weights."""
+        self._all("load", str(path))
+
+    def save(
+        self, path: str | Path, *, chain_digest: str, attempt: int, run_folder: str | Path | None
+    ) -> str:
+        """Write a committed checkpoint at `path` and return its state digest.
+
+        `attempt` is recorded; with `run_folder` a stale attempt is refused before the checkpoint
+        becomes visible.
+        """
+        state: str = self._all(
+            "save",
+            str(path),
+            chain_digest=chain_digest,
+            attempt=attempt,
+            run_folder=None if run_folder is None else str(run_folder),
+        )[0]
+        return state
+
+    def environment(self) -> dict[str, Any]:
+        """What rank 0's process really has; the ranks must agree about everything that decides bits."""
+        environments = self._all("environment")
+        for rank, other in enumerate(environments):
+            different = sorted(
+                key
+                for key in environments[0].keys() | other.keys()
+                if key != "ambient" and environments[0].get(key) != other.get(key)
+            )
+            if different:
+                key = different[0]
+                raise EngineError(
+                    f"trainer rank {rank} runs in another environment than rank 0: {key} is "
+                    f"{other.get(key)!r} there and {environments[0].get(key)!r} here; start all "
+                    "ranks from one environment"
+                )
+        environment: dict[str, Any] = environments[0]
+        return environment
+
+    def audit(self) -> tuple[str, ...]:
+        """Names of the exact ops that ran outside the shared ones in one forward."""
+        names: tuple[str, ...] = self._all("audit")[0]
+        return names
+
+    def close(self) -> None:
+        """Leave the process group on every rank; the processes stay."""
+        self._all("close")
+
+    def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        references = [handle.call(method, *args, **kwargs) for handle in self._handles]
+        return gather(references, what=f"trainer {method}")
+
+    def _first(self, method: str, *args: Any) -> Any:
+        return gather([self._handles[0].call(method, *args)], what=f"trainer {method}")[0]

@@ -1,0 +1,133 @@
+"""Which samples form a slot, and how a slot is laid out in rows.
+
+A slot is the unit of backward. Invariant: slots are a pure function of the samples' order and of the
+spec, never of ranks; inside a slot each sequence begins at a multiple of 64 rows and is padded with
+zero rows to the next one, so that the fixed 64-row blocks of the weight gradient are aligned to
+sequences whatever is packed together.
+
+    for indices in plan_slots(len(samples), num_slots=spec.reduction.slots):
+        slot = pack_slot([samples[index] for index in indices])
+        logprobs, entropy = model(slot)          # [slot.num_tokens] each
+        per_sample = slot.split(logprobs)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from engines.contracts import TrainSample
+from engines.numerics import ROW_BLOCK
+from model_specs.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSlot:
+    """The samples of one slot in one row dimension of M rows, and the T tokens to be scored.
+
+    A sequence of P prompt and C completion tokens takes P + C - 1 rows: nothing follows the last
+    token. Its completion token i is scored from the logits at its row P - 1 + i. The hidden states
+    of scored rows are collected into H head rows, aligned by sequence like the rows themselves.
+    """
+
+    request_ids: tuple[str, ...]
+    ids: torch.Tensor
+    """int64 [M]; 0 in padding."""
+    positions: torch.Tensor
+    """int64 [M]; 0 in padding."""
+    padding: torch.Tensor
+    """bool [M]."""
+    starts: tuple[int, ...]
+    """First row of each sequence, a multiple of 64."""
+    lengths: tuple[int, ...]
+    """Rows of each sequence."""
+    scored_rows: torch.Tensor
+    """int64 [T]: row of [0, M) from whose logits each completion token is scored."""
+    head_rows: torch.Tensor
+    """int64 [T]: row of [0, H) in which the head scores it."""
+    num_head_rows: int
+    """H, a multiple of 64."""
+    targets: torch.Tensor
+    """int64 [H]: token to be scored in each head row; 0 in padding."""
+    counts: tuple[int, ...]
+    """Completion tokens of each sequence; they sum to T."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of scored tokens."""
+        return sum(self.counts)
+
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """Index in [0, T) of each sequence's first scored token."""
+        return (0, *accumulate(self.counts))[:-1]
+
+    def split(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Cut [T] values into one tensor a sequence."""
+        return values.split(self.counts)
+
+
+def plan_slots(num_samples: int, *, num_slots: int) -> tuple[tuple[int, ...], ...]:
+    """Assign sample indices to slots: contiguous, in order, the same number to each.
+
+    Raises:
+        EngineError: `num_slots` does not divide `num_samples`.
+    """
+    if num_samples == 0 or num_samples % num_slots:
+        raise EngineError(
+            f"{num_samples} samples cannot be dealt evenly to {num_slots} slots; an update must be "
+            "given a multiple of reduction.slots samples"
+        )
+    size = num_samples // num_slots
+    return tuple(tuple(range(k * size, (k + 1) * size)) for k in range(num_slots))
+
+
+def pack_slot(samples: Sequence[TrainSample]) -> PackedSlot:
+    """Lay samples out in rows, in the order given.
+
+    Raises:
+        EngineError: There is no sample, or one has an empty prompt or completion.
+    """
+    if not samples:
+        raise EngineError("a slot needs at least one sample, got none")
+    ids: list[int] = []
+    positions: list[int] = []
+    padding: list[bool] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    scored_rows: list[int] = []
+    head_rows: list[int] = []
+    targets: list[int] = []
+    for sample in samples:
+        prompt, completion = sample.prompt_token_ids, sample.token_ids
+        if not prompt or not completion:
+            raise EngineError(
+                f"{sample.request_id}: a sample needs a prompt and a completion, got {len(prompt)} "
+                f"and {len(completion)} tokens"
+            )
+        start, length = len(ids), len(prompt) + len(completion) - 1
+        starts.append(start)
+        lengths.append(length)
+        pad = -length % ROW_BLOCK
+        ids += [*prompt, *completion[:-1], *[0] * pad]
+        positions += [*range(length), *[0] * pad]
+        padding += [False] * length + [True] * pad
+        scored_rows += range(start + len(prompt) - 1, start + length)
+        head_rows += range(len(targets), len(targets) + len(completion))
+        targets += [*completion, *[0] * (-len(completion) % ROW_BLOCK)]
+    return PackedSlot(
+        request_ids=tuple(sample.request_id for sample in samples),
+        ids=torch.tensor(ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        padding=torch.tensor(padding, dtype=torch.bool),
+        starts=tuple(starts),
+        lengths=tuple(lengths),
+        scored_rows=torch.tensor(scored_rows, dtype=torch.int64),
+        head_rows=torch.tensor(head_rows, dtype=torch.int64),
+        num_head_rows=len(targets),
+        targets=torch.tensor(targets, dtype=torch.int64),
+        counts=tuple(len(sample.token_ids) for sample in samples),
+    )

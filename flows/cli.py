@@ -1,0 +1,205 @@
+"""The command line: run, resume, diff, show, doctor.
+
+Every command ends with the exit code of its verdict. Nothing heavy is imported before a command
+needs it: `diff`, `show` and `doctor` load neither Prefect nor torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+from model_specs.errors import CancelledError, LockstepError, SpecError
+
+app = App(
+    name="lockstep",
+    help="RL post-training that runs again bit for bit, with the proof attached.",
+    version_flags=["--version"],
+)
+
+Set = Annotated[
+    tuple[str, ...],
+    Parameter(name="--set", negative=(), help="Override a spec field: key=value. Repeatable."),
+]
+RunsDir = Annotated[Path, Parameter(help="Folder that holds run folders.")]
+Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON object.")]
+
+
+@app.command
+def run(
+    recipe: str,
+    *,
+    twin: Annotated[bool, Parameter(negative=())] = False,
+    inject_flip: str | None = None,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    set_: Set = (),
+    runs_dir: RunsDir = Path("runs"),
+    run_id: str | None = None,
+    json: Json = False,
+) -> int:
+    """Run a recipe: one leg that ends Aligned, or with --twin two that must end Identical.
+
+    Parameters
+    ----------
+    recipe
+        Name of a shipped recipe.
+    twin
+        Run two complete, independent legs and compare them.
+    inject_flip
+        With --twin: flip one bit of a live value in leg b, for example `step=3,probe=grads`.
+    dry_run
+        Print the resolved spec, its fingerprints and the stage plan; start nothing.
+    run_id
+        Name of the new run folder.
+    """
+    from flows import dry
+
+    if inject_flip is not None and not twin:
+        raise SpecError("--inject-flip needs --twin: a flip is found by comparing two legs")
+    if dry_run:
+        return dry.show_plan(recipe, set_, twin=twin, as_json=json)
+    dry.check(recipe, set_, inject_flip)
+    prepare_process()
+    common = {"recipe": recipe, "overrides": set_, "runs_dir": str(runs_dir), "run_id": run_id}
+    if twin:
+        from flows.nightly import nightly
+
+        return finish(lambda: nightly(**common, inject_flip=inject_flip, return_state=True), json)
+    from flows.train import train
+
+    return finish(lambda: train(**common, return_state=True), json)
+
+
+@app.command
+def resume(
+    run: str,
+    *,
+    set_: Set = (),
+    leg: str = "a",
+    runs_dir: RunsDir = Path("runs"),
+    json: Json = False,
+) -> int:
+    """Go on from a committed checkpoint: RUN for the newest, RUN@STEP for an earlier one.
+
+    Parameters
+    ----------
+    run
+        Run name or folder, optionally with @STEP.
+    leg
+        Leg to go on with.
+    """
+    name, step = parse_run_at_step(run)
+    prepare_process()
+    from flows.train import resume as resume_flow
+
+    return finish(
+        lambda: resume_flow(
+            run=name,
+            step=step,
+            overrides=set_,
+            leg=leg,
+            runs_dir=str(runs_dir),
+            return_state=True,
+        ),
+        json,
+    )
+
+
+@app.command
+def diff(
+    a: str,
+    b: str | None = None,
+    *,
+    across: tuple[str, ...] = (),
+    runs_dir: RunsDir = Path("runs"),
+    json: Json = False,
+) -> int:
+    """Find the first wrong bit between two legs (RUN/LEG), two runs, or the legs of one run.
+
+    Parameters
+    ----------
+    a
+        Run name, run folder or RUN/LEG.
+    b
+        The other side; when omitted, legs a and b of run A are compared.
+    across
+        Spec fields that are expected to differ, such as `optimizer.lr`.
+    """
+    from flows import console
+
+    return console.show_diff(a, b, across=across, runs_dir=runs_dir, as_json=json)
+
+
+@app.command
+def show(run: str, *, runs_dir: RunsDir = Path("runs"), json: Json = False) -> int:
+    """Show a run: its verdict, figures, legs and steps."""
+    from flows import console
+
+    return console.show_run(run, runs_dir=runs_dir, as_json=json)
+
+
+@app.command
+def doctor(*, json: Json = False) -> int:
+    """Check this machine and environment, and say how to mend what is wrong."""
+    from flows import diagnosis
+
+    return diagnosis.show(as_json=json)
+
+
+def parse_run_at_step(text: str) -> tuple[str, int | None]:
+    """Split RUN@STEP; without @STEP the step is None."""
+    name, at, step = text.partition("@")
+    if at and not step.isdigit():
+        raise SpecError(f"not RUN or RUN@STEP: {text!r}; STEP is a whole number")
+    return name, int(step) if at else None
+
+
+def prepare_process() -> None:
+    """Switch telemetry off, mark this process for its guard, and route progress lines to stdout."""
+    from engines import guard
+    from engines.environment import telemetry_off_env
+
+    os.environ.update(telemetry_off_env())
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+    os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
+    # Expected verdicts must not print tracebacks; real errors are printed by `finish`.
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+    guard.start()
+    logger = logging.getLogger("lockstep")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def finish(flow: Callable[[], Any], as_json: bool) -> int:
+    """Run a flow and print its outcome; the exit code is that of its verdict."""
+    from flows import console
+
+    return console.show_outcome(flow(), as_json=as_json)
+
+
+def main() -> None:
+    """Entry point: maps every error of Lockstep's own tree to its exit code."""
+    try:
+        code = app(exit_on_error=False, print_error=True, result_action="return_value")
+    except CycloptsError:
+        code = SpecError.exit_code
+    except LockstepError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("cancelled", file=sys.stderr)
+        code = CancelledError.exit_code
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

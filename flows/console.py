@@ -1,0 +1,130 @@
+"""What the command line prints: outcomes, runs and differences, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from engines.provenance.diff import Comparison, compare_ledgers
+from engines.provenance.ledger import read_ledger
+from engines.provenance.verdict import Verdict
+from engines.runs import legs, open_leg, open_run, read_json
+from model_specs.errors import LockstepError
+
+OUT = Console(highlight=False, soft_wrap=True)
+
+
+def show_outcome(state: Any, *, as_json: bool) -> int:
+    """Print how a flow run ended; returns the exit code of its verdict."""
+    details = state.result(raise_on_failure=False)
+    if isinstance(details, LockstepError):
+        raise details
+    if not isinstance(details, Mapping):
+        if isinstance(details, BaseException):
+            traceback.print_exception(details)
+        OUT.print(f"The flow ended as {state.name}: {state.message}")
+        return 1
+    folder = Path(details["folder"])
+    if as_json:
+        OUT.print_json(json.dumps(details, default=str))
+    else:
+        print_run(folder, details)
+    return int(details["exit_code"])
+
+
+def show_run(run: str, *, runs_dir: Path, as_json: bool) -> int:
+    """Print a run that exists; the exit code is that of its verdict."""
+    folder = open_run(run, runs_dir)
+    path = folder / "verdict.json"
+    if not path.is_file():
+        OUT.print(f"{folder.name}: no verdict yet; legs: {', '.join(legs(folder)) or 'none'}")
+        return Verdict.VACUOUS.exit_code
+    details = read_json(path)
+    if as_json:
+        OUT.print_json(json.dumps(details))
+    else:
+        print_run(folder, details)
+        for leg in legs(folder):
+            OUT.print(_steps_table(folder / leg, leg))
+    return int(details["exit_code"])
+
+
+def print_run(folder: Path, details: Mapping[str, Any]) -> None:
+    """Print legs, gates, controls and the verdict of a run."""
+    for name, leg in details["legs"].items():
+        processes = ", ".join(
+            f"{engine} pid {facts['pid']:.0f} started {_clock_time(facts['started_at'])}"
+            for engine, facts in leg["processes"].items()
+        )
+        OUT.print(f"leg {name}: {processes}; cached stages {leg['cached_stages']}")
+        for gate, facts in leg["gates"].items():
+            OUT.print(f"leg {name} {gate}: {facts['verdict']}, {facts['summary']}")
+    OUT.print()
+    green = Verdict(details["verdict"]).is_green
+    OUT.print(Text(details["verdict"], style="bold green" if green else "bold red"))
+    OUT.print(details["headline"])
+    comparison = details.get("comparison")
+    if comparison:
+        _print_comparison(comparison)
+    OUT.print(f"chain digest  {details['chain_digest']}")
+    OUT.print(f"run folder    {folder}")
+    if details.get("mlflow_command"):
+        OUT.print(f"MLflow        {details['mlflow_command']}")
+
+
+def show_diff(
+    a: str, b: str | None, *, across: Sequence[str], runs_dir: Path, as_json: bool
+) -> int:
+    """Compare two ledgers; the exit code is that of the verdict."""
+    left, right = (f"{a}/a", f"{a}/b") if b is None else (a, b)
+    comparison = compare_ledgers(
+        open_leg(left, runs_dir), open_leg(right, runs_dir), across=tuple(across)
+    )
+    if as_json:
+        OUT.print_json(json.dumps(comparison.to_dict(), default=str))
+    else:
+        _print_verdict(comparison)
+    return comparison.verdict.exit_code
+
+
+def _print_verdict(comparison: Comparison) -> None:
+    style = "bold green" if comparison.verdict.is_green else "bold red"
+    OUT.print(Text(str(comparison.verdict), style=style))
+    OUT.print(comparison.headline)
+    _print_comparison(comparison.to_dict())
+
+
+def _print_comparison(comparison: Mapping[str, Any]) -> None:
+    for title in ("identity_differences", "environment_differences"):
+        for field, left, right in comparison.get(title, ()):
+            OUT.print(f"  {title.split('_')[0]} {field}: {left!r} | {right!r}")
+
+
+def _steps_table(leg_folder: Path, leg: str) -> Table:
+    table = Table(f"leg {leg}", "reward", "grad", "gate max", "exact", "chain", box=None)
+    for line in read_ledger(leg_folder).lines:
+        metrics = line.metrics
+        if "reward/mean" not in metrics:
+            continue
+        table.add_row(
+            str(line.step),
+            f"{metrics['reward/mean']:.3f}",
+            f"{metrics.get('train/grad_norm', 0.0):.3g}",
+            repr(metrics["gate/logprob_abs_diff/max"]),
+            f"{metrics['gate/exact_fraction']:.4f}",
+            line.chain[:12],
+        )
+    return table
+
+
+def _clock_time(seconds: float) -> str:
+    import time
+
+    return time.strftime("%H:%M:%S", time.localtime(seconds))

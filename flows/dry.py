@@ -1,0 +1,71 @@
+"""What a run would be, without starting anything: resolved spec, fingerprints, stage plan."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from engines.faults import parse_flip
+from engines.provenance.verdict import Verdict
+from model_specs.errors import SpecError
+from model_specs.fingerprint import flattened, plan_fingerprint, trajectory_fingerprint
+from model_specs.overrides import apply_overrides
+from model_specs.registry import load_recipe
+from model_specs.run_spec import RunSpec
+
+
+def check(recipe: str, overrides: tuple[str, ...], inject_flip: str | None) -> RunSpec:
+    """Refuse a bad recipe, override or flip before anything is started."""
+    spec = apply_overrides(load_recipe(recipe), overrides)
+    if inject_flip is not None:
+        flip = parse_flip(inject_flip)
+        if not 1 <= flip.step <= spec.plan.num_steps:
+            raise SpecError(
+                f"--inject-flip step={flip.step}: the run has steps 1 to {spec.plan.num_steps}"
+            )
+    return spec
+
+
+def stage_plan(spec: RunSpec, *, twin: bool) -> list[str]:
+    """The stages of a run in their order."""
+    from engines.plan import segment_stops
+
+    rows = []
+    for leg in ("a", "b") if twin else ("a",):
+        rows += [f"{leg} download", f"{leg} convert", f"{leg} engines", f"{leg} preflight"]
+        start = 0
+        for stop in segment_stops(spec.plan, 0):
+            rows += [f"{leg} train {start + 1}-{stop}", f"{leg} checkpoint {stop}"]
+            start = stop
+        rows += [f"{leg} export", f"{leg} controls", f"{leg} gates"]
+    return [*rows, "compare a b"] if twin else rows
+
+
+def show_plan(recipe: str, overrides: tuple[str, ...], *, twin: bool, as_json: bool) -> int:
+    """Print the resolved spec, its fingerprints and the stage plan."""
+    spec = check(recipe, overrides, None)
+    plan: dict[str, Any] = {
+        "spec": json.loads(spec.model_dump_json()),
+        "trajectory_fingerprint": trajectory_fingerprint(spec),
+        "plan_fingerprint": plan_fingerprint(spec),
+        "stages": stage_plan(spec, twin=twin),
+    }
+    console = Console()
+    if as_json:
+        console.print_json(json.dumps(plan))
+        return 0
+    table = Table("identity", "value", box=None, pad_edge=False)
+    for name, value in flattened(spec).items():
+        table.add_row(name, repr(value))
+    console.print(table)
+    console.print(f"trajectory {plan['trajectory_fingerprint']}")
+    console.print(f"plan       {plan['plan_fingerprint']}")
+    console.print(
+        "Digests shown as None are filled in by download and then belong to the trajectory."
+    )
+    for row in plan["stages"]:
+        console.print(f"  {row}")
+    return Verdict.ALIGNED.exit_code

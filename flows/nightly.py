@@ -1,0 +1,58 @@
+"""Two complete, independent legs of one recipe, and whether they are the same bits.
+
+python -m flows.nightly
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow
+from prefect.states import State
+
+from engines import runs
+from engines.faults import parse_flip
+from engines.seeds import derive_seed
+from flows.conclusion import conclude
+from flows.legs import run_leg
+from model_specs.overrides import apply_overrides
+from model_specs.registry import load_recipe
+from model_specs.run_spec import RunSpec
+from tasks import compare
+
+
+@flow(name="nightly", flow_run_name="nightly-{recipe}")
+def nightly(
+    recipe: str = "tiny_cpu",
+    overrides: tuple[str, ...] = (),
+    inject_flip: str | None = None,
+    runs_dir: str = "runs",
+    run_id: str | None = None,
+) -> State:
+    """Run legs a and b from nothing, compare them, and end in a state named by the verdict.
+
+    Args:
+        recipe: Name of a shipped recipe.
+        overrides: Changes of spec fields, each `key=value`.
+        inject_flip: Flip one bit of a live value in leg b, for example `step=3,probe=grads`.
+        runs_dir: Folder that holds run folders.
+        run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
+    """
+    spec = apply_overrides(load_recipe(recipe), overrides)
+    flip = parse_flip(inject_flip) if inject_flip else None
+    run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
+    leg_a = run_leg(spec, run, "a")
+    leg_b = run_leg(shuffled(spec, "b"), run, "b", flip=flip)
+    return conclude(run, (leg_a, leg_b), compare.compare_legs(run.folder, "a", "b"))
+
+
+def shuffled(spec: RunSpec, leg: str) -> RunSpec:
+    """The same identity with another order of requests: it must not change a bit."""
+    seed = derive_seed(spec.seeds.root, "request_order", leg)
+    return spec.model_copy(
+        update={"execution": spec.execution.model_copy(update={"request_order_seed": seed})}
+    )
+
+
+if __name__ == "__main__":
+    nightly()

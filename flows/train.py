@@ -1,0 +1,86 @@
+"""One leg of a recipe to its gates, from nothing or from a checkpoint.
+
+python -m flows.train
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow
+from prefect.states import State
+
+from engines import runs
+from flows.conclusion import conclude
+from flows.legs import run_leg
+from model_specs.errors import CheckpointError, SpecError
+from model_specs.fingerprint import spec_differences
+from model_specs.overrides import apply_overrides
+from model_specs.registry import load_recipe
+from model_specs.run_spec import RunSpec
+
+
+@flow(name="train", flow_run_name="train-{recipe}")
+def train(
+    recipe: str = "tiny_cpu",
+    overrides: tuple[str, ...] = (),
+    runs_dir: str = "runs",
+    run_id: str | None = None,
+) -> State:
+    """Run one leg; green is `Aligned`.
+
+    Args:
+        recipe: Name of a shipped recipe.
+        overrides: Changes of spec fields, each `key=value`.
+        runs_dir: Folder that holds run folders.
+        run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
+    """
+    spec = apply_overrides(load_recipe(recipe), overrides)
+    run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
+    return conclude(run, (run_leg(spec, run, "a"),))
+
+
+@flow(name="resume", flow_run_name="resume-{run}")
+def resume(
+    run: str,
+    step: int | None = None,
+    overrides: tuple[str, ...] = (),
+    leg: str = "a",
+    runs_dir: str = "runs",
+) -> State:
+    """Go on from a committed checkpoint in a new attempt; later ledger lines are dropped.
+
+    Args:
+        run: Name or folder of the run.
+        step: Checkpoint to go on from; the newest when omitted.
+        overrides: Changes of plan or execution fields, such as `plan.num_steps=16`.
+        leg: Leg to go on with.
+        runs_dir: Folder that holds run folders.
+    """
+    folder = runs.open_run(run, Path(runs_dir))
+    spec = resumable(runs.read_spec(folder), overrides)
+    found = runs.checkpoints(folder / leg)
+    if not found:
+        raise CheckpointError(f"{folder / leg} has no committed checkpoint to resume from")
+    start = max(found) if step is None else step
+    if start not in found:
+        raise CheckpointError(
+            f"{folder / leg} has no committed checkpoint of step {start}; it has {sorted(found)}"
+        )
+    opened = runs.reopen(folder)
+    runs.write_spec(folder, spec)
+    return conclude(opened, (run_leg(spec, opened, leg, resume_step=start),))
+
+
+def resumable(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
+    """Apply overrides that leave the trajectory as it is; any other is refused."""
+    changed = apply_overrides(spec, overrides)
+    differing = [d for d in spec_differences(spec, changed) if not d[0].startswith("plan.")]
+    if differing:
+        rows = "; ".join(f"{field}: {old!r} -> {new!r}" for field, old, new in differing)
+        raise SpecError(f"a resumed run keeps its trajectory, but these fields change: {rows}")
+    return changed
+
+
+if __name__ == "__main__":
+    train()

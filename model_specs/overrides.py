@@ -1,0 +1,126 @@
+"""`--set key=value`: a new spec with some dotted fields replaced, validated as a whole.
+
+A value is read as JSON (`1e-3`, `true`, `null`, `["a"]`) and taken as plain text where that fails
+or where the field holds text. All overrides are applied before anything is validated, so two fields
+that constrain each other can be changed together.
+
+Usage::
+
+    apply_overrides(spec, ("optimizer.lr=1e-3", "seeds.root=2", "model.path=/models/smollm2"))
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import ValidationError
+
+from model_specs.base import Frozen
+from model_specs.errors import SpecError
+from model_specs.run_spec import RunSpec
+
+
+def apply_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
+    """Return `spec` with each `dotted.key=value` applied, in order.
+
+    Raises:
+        SpecError: For text without `=`, an unknown key (with near names), a value of the wrong type
+            (with field and value), or a combination that the spec refuses.
+    """
+    known = _known_fields(RunSpec)
+    values = spec.model_dump()
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        key = key.strip()
+        if not separator:
+            raise SpecError(f"override {override!r} is not of the form key=value")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=4, cutoff=0.5)
+            listed = f"; near: {', '.join(near)}" if near else f"; top-level: {_top_level()}"
+            raise SpecError(f"override {override!r}: the spec has no field {key!r}{listed}")
+        _assign(values, key, _parsed(text, known[key]))
+    return _validated(values)
+
+
+def _validated(values: dict[str, Any]) -> RunSpec:
+    values["reduction"] = _reduction_fields(values["reduction"])
+    try:
+        return RunSpec.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{_location(item['loc'])}={item['input']!r}: {item['msg']}" for item in error.errors()
+        )
+        raise SpecError(f"the spec with these overrides is not valid: {problems}") from error
+
+
+def _top_level() -> str:
+    return ", ".join(RunSpec.model_fields)
+
+
+def _models(annotation: Any) -> Iterator[type[Frozen]]:
+    """Yield the spec classes in an annotation, looking through unions."""
+    if isinstance(annotation, type) and issubclass(annotation, Frozen):
+        yield annotation
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for argument in get_args(annotation):
+            yield from _models(argument)
+
+
+def _known_fields(model: type[Frozen], prefix: str = "") -> dict[str, Any]:
+    """Return dotted name -> annotation of every field, groups included."""
+    known: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        known[prefix + name] = field.annotation
+        for inner in _models(field.annotation):
+            known.update(_known_fields(inner, f"{prefix}{name}."))
+    return known
+
+
+def _holds_text(annotation: Any) -> bool:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return any(argument is str for argument in get_args(annotation))
+    return annotation is str
+
+
+def _parsed(text: str, annotation: Any) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    if _holds_text(annotation) and not isinstance(value, str):
+        optional = type(None) in get_args(annotation)
+        return None if value is None and optional else text
+    return value
+
+
+def _assign(values: dict[str, Any], key: str, value: Any) -> None:
+    *groups, last = key.split(".")
+    for group in groups:
+        values = values[group]
+    values[last] = value
+
+
+def _reduction_fields(reduction: Any) -> Any:
+    """Drop what only the other kind of reduction has, after `reduction.kind` was replaced."""
+    if not isinstance(reduction, dict):
+        return reduction
+    kinds = {
+        model.model_fields["kind"].default: model.model_fields
+        for model in _models(RunSpec.model_fields["reduction"].annotation)
+    }
+    fields = kinds.get(reduction.get("kind"))
+    both = set.intersection(*(set(names) for names in kinds.values()))
+    only_others = set().union(*kinds.values()) - set(fields or ()) - both
+    return {name: value for name, value in reduction.items() if name not in only_others}
+
+
+def _location(location: tuple[int | str, ...]) -> str:
+    """Return the dotted field, without the tag that pydantic puts in for a tagged union."""
+    parts = [str(part) for part in location]
+    if parts[0] == "reduction" and parts[1:2] in (["tree"], ["stock"]):
+        del parts[1]
+    return ".".join(parts)

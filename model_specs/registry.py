@@ -1,0 +1,106 @@
+"""The model families and the recipes that are known, by name; nothing registers itself.
+
+Usage::
+
+    spec = load_recipe("tiny_cpu")
+    check_config(spec.model, json.loads(path.read_text()), where=str(path))
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model_specs.errors import SpecError
+from model_specs.families import llama, qwen2
+from model_specs.families.decoder import Difference, describe
+from model_specs.model_spec import ModelSpec
+from model_specs.run_spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How one family's config.json is read and compared."""
+
+    model_type: str
+    architecture: str
+    """Name of the Hugging Face model class."""
+    from_config: Callable[[Mapping[str, Any], str], ModelSpec]
+    differences: Callable[[ModelSpec, Mapping[str, Any]], list[Difference]]
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(
+        model_type=qwen2.MODEL_TYPE,
+        architecture=qwen2.ARCHITECTURE,
+        from_config=qwen2.from_config,
+        differences=qwen2.expected_config_differences,
+    ),
+    "llama": Family(
+        model_type=llama.MODEL_TYPE,
+        architecture=llama.ARCHITECTURE,
+        from_config=llama.from_config,
+        differences=llama.expected_config_differences,
+    ),
+}
+
+RECIPES: dict[str, str] = {
+    "tiny_cpu": "model_specs.recipes.tiny_cpu:recipe",
+    "gsm8k_smollm2_135m": "model_specs.recipes.gsm8k_smollm2_135m:recipe",
+    "gsm8k_qwen2_5_0_5b": "model_specs.recipes.gsm8k_qwen2_5_0_5b:recipe",
+}
+"""Recipe name -> `module:function` that returns its RunSpec."""
+
+
+def load_recipe(name: str) -> RunSpec:
+    """Return the spec of a shipped recipe.
+
+    Raises:
+        SpecError: For an unknown name, listing the known ones.
+    """
+    if name not in RECIPES:
+        raise SpecError(f"unknown recipe {name!r}; known recipes: {', '.join(sorted(RECIPES))}")
+    module_name, _, function = RECIPES[name].partition(":")
+    make: Callable[[], RunSpec] = getattr(importlib.import_module(module_name), function)
+    return make()
+
+
+def family_of(config: Mapping[str, Any], *, where: str = "config.json") -> Family:
+    """Return the family that `config["model_type"]` names.
+
+    Raises:
+        SpecError: For an unknown or missing model type, listing the known ones.
+    """
+    model_type = config.get("model_type")
+    for family in FAMILIES.values():
+        if family.model_type == model_type:
+            return family
+    known = ", ".join(sorted(family.model_type for family in FAMILIES.values()))
+    raise SpecError(f"{where}: model_type {model_type!r} is not supported; known types: {known}")
+
+
+def spec_from_config(config: Mapping[str, Any], path: str) -> ModelSpec:
+    """Return the `ModelSpec` that the parsed config.json of folder `path` describes."""
+    return family_of(config, where=f"{path}/config.json").from_config(config, path)
+
+
+def check_config(spec: ModelSpec, config: Mapping[str, Any], *, where: str = "config.json") -> None:
+    """Require that `config` describes exactly the model of `spec`.
+
+    Raises:
+        SpecError: One error with every differing field and both values.
+    """
+    family = family_of(config, where=where)
+    if family.model_type != FAMILIES[spec.family].model_type:
+        raise SpecError(
+            f"{where}: model_type is {family.model_type!r} but the spec's family is {spec.family!r}"
+        )
+    differences = family.differences(spec, config)
+    if differences:
+        raise SpecError(
+            f"{where} is not the model of the spec ({len(differences)} differing): "
+            f"{describe(differences, left='spec')}; correct the spec (`--set model.FIELD=VALUE`) "
+            "or name another model folder"
+        )

@@ -1,0 +1,94 @@
+"""Compare two legs or runs, and put a run's outcome together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from engines.provenance.diff import Comparison, compare_ledgers
+from engines.provenance.lock import read_lock
+from engines.provenance.verdict import Verdict, worst
+from engines.runs import Run, write_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegResult:
+    """What one leg ended with."""
+
+    leg: str
+    verdict: Verdict
+    reason: str
+    chain_digest: str
+    last_step: int
+    gates: Mapping[str, Any]
+    processes: Mapping[str, Mapping[str, float | int]]
+    cached_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The verdict of a run, its headline, and everything that was written to verdict.json."""
+
+    verdict: Verdict
+    headline: str
+    details: Mapping[str, Any]
+
+
+@task(name="compare", retries=0, cache_policy=NO_CACHE, persist_result=False)
+def compare_legs(folder: Path, leg_a: str, leg_b: str) -> Comparison:
+    """Compare two legs of a run; a cached stage in either is refused, since it proves nothing."""
+    for leg in (leg_a, leg_b):
+        cached = [row.stage for row in read_lock(folder / leg) if row.cached]
+        if cached:
+            return Comparison.incomparable(
+                f"leg {leg} reused cached stages {cached}; a twin must compute every stage"
+            )
+    return compare_ledgers(folder / leg_a, folder / leg_b)
+
+
+@task(name="compare", retries=0, cache_policy=NO_CACHE, persist_result=False)
+def compare_folders(folder_a: Path, folder_b: Path, *, across: Sequence[str] = ()) -> Comparison:
+    """Compare two legs of any runs."""
+    return compare_ledgers(folder_a, folder_b, across=across)
+
+
+def conclude(
+    run: Run,
+    legs: Sequence[LegResult],
+    comparison: Comparison | None = None,
+    *,
+    mlflow_command: str | None = None,
+) -> Outcome:
+    """The worst of all legs and of the comparison; writes verdict.json."""
+    verdicts = [leg.verdict for leg in legs]
+    if comparison is not None:
+        verdicts.append(comparison.verdict)
+    verdict = worst(verdicts)
+    headline = _headline(verdict, legs, comparison)
+    details = {
+        "run_id": run.run_id,
+        "folder": str(run.folder),
+        "verdict": str(verdict),
+        "exit_code": verdict.exit_code,
+        "headline": headline,
+        "chain_digest": legs[0].chain_digest if legs else None,
+        "first_divergence": str(comparison.first) if comparison and comparison.first else None,
+        "mlflow_command": mlflow_command,
+        "comparison": comparison.to_dict() if comparison else None,
+        "legs": {leg.leg: asdict(leg) for leg in legs},
+    }
+    run.fence.check()
+    write_json(run.folder / "verdict.json", details)
+    return Outcome(verdict=verdict, headline=headline, details=details)
+
+
+def _headline(verdict: Verdict, legs: Sequence[LegResult], comparison: Comparison | None) -> str:
+    if comparison is not None and verdict == comparison.verdict:
+        return comparison.headline
+    reasons = [f"leg {leg.leg}: {leg.reason}" for leg in legs if leg.verdict == verdict]
+    return "; ".join(reasons) or str(verdict)

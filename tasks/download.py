@@ -1,0 +1,62 @@
+"""Bring model, tokenizer and data into the leg's own folder, checked and with a manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.cluster import gather
+from engines.contracts import ArtifactRef
+from engines.data import data_file
+from engines.runs import write_spec
+from tasks.session import session
+from tasks.stage import stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What the run starts from."""
+
+    model: ArtifactRef
+    data: ArtifactRef
+
+
+@stage("download", version=1)
+def download(session_name: str) -> Inputs:
+    """Materialise the spec's model and data and fill their digests into the spec.
+
+    Raises:
+        ArtifactError: A source does not have the digest that the spec already names.
+    """
+    opened = session(session_name)
+    spec = opened.spec
+    host = opened.trainer_hosts[0]
+    model, data = gather(
+        [
+            host.run(
+                "engines.checkpoint.download:download_model", spec.model, opened.folder / "model"
+            ),
+            host.run(
+                "engines.checkpoint.download:download_data", spec.data, opened.folder / "data"
+            ),
+        ],
+        what="download",
+        timeout_s=6 * 3600,
+    )
+    opened.spec = spec.model_copy(
+        update={
+            "model": spec.model.model_copy(
+                update={
+                    "weights_digest": model.weights_digest,
+                    "tokenizer_digest": model.tokenizer_digest,
+                }
+            ),
+            "data": spec.data.model_copy(update={"digest": data.digest}),
+        }
+    )
+    write_spec(opened.folder, opened.spec)
+    write_spec(opened.run_dir, opened.spec)
+    file = data_file(data.folder, split=spec.data.split)
+    return Inputs(
+        model=ArtifactRef(uri=model.folder, kind="model", digest=model.digest),
+        data=ArtifactRef(uri=str(file), kind="data", digest=data.digest),
+    )

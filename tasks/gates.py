@@ -1,0 +1,251 @@
+"""The gates of a leg: preflight, log-prob alignment, its two controls, and the leg's verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.cluster import gather
+from engines.contracts import ArtifactRef, Sample, SampleRequest, TrainSample
+from engines.data import prompt_order
+from engines.gates.controls import ControlResult, judge_native, judge_stock
+from engines.gates.logprobs import compare_logprobs
+from engines.loop import push, sample_requests
+from engines.provenance.ledger import LEDGER_FILE, read_ledger
+from engines.provenance.lock import read_lock
+from engines.provenance.verdict import Verdict, worst
+from engines.rollout.group import engine_env
+from engines.runs import write_json
+from tasks.compare import LegResult
+from tasks.session import LegSession, session
+from tasks.stage import stage
+
+CONTROL_SAMPLES_PER_PROMPT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateRecord:
+    """One row of gates.json."""
+
+    verdict: Verdict
+    """What was found; for the native control Misaligned is what has to be found."""
+    holds: bool
+    """Whether the gate is green."""
+    weight: Verdict
+    """What the leg ends with when a required gate is not green."""
+    summary: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "verdict": str(self.verdict),
+            "holds": self.holds,
+            "summary": self.summary,
+            "figures": dict(self.figures),
+        }
+
+
+@stage("preflight", version=1)
+def preflight(session_name: str) -> dict[str, Any]:
+    """Probe every rollout engine on the initial weights: alone, batched, cached, elsewhere."""
+    opened = session(session_name)
+    if opened.spec.plan.gates.preflight == "off":
+        return {}
+    trainer, rollout, _ = opened.engines()
+    push(trainer, rollout, version=0, flip=None, keep=None)
+    results = rollout.preflight()
+    verdicts = {name: Verdict(result["verdict"]) for name, result in results.items()}
+    verdict = worst(verdicts.values())
+    reason = next(results[name]["reason"] for name in results if verdicts[name] == verdict)
+    record = GateRecord(
+        verdict=verdict,
+        holds=verdict.is_green,
+        weight=verdict,
+        summary=reason,
+        figures={name: dict(result) for name, result in results.items()},
+    )
+    opened.gates["preflight"] = record
+    return record.to_dict()
+
+
+@stage("controls", version=1)
+def controls(session_name: str, exported: ArtifactRef) -> dict[str, Any]:
+    """Show beside the 0.0 that native vLLM ops differ and that stock transformers is near."""
+    opened = session(session_name)
+    if opened.spec.plan.gates.controls == "off":
+        return {}
+    requests = _control_requests(opened)
+    native = _native_samples(opened, exported, requests)
+    trainer, rollout, _ = opened.engines()
+    ours = rollout.generate(requests)
+    trainer.score(_as_train_samples(ours))
+    last = compare_logprobs(0, ours, trainer.scores())
+    trainer.score(_as_train_samples(native))
+    native_result = judge_native(native, trainer.scores())
+    stock_ours, stock_native = _stock(opened, exported, ours, native)
+    stock_result = judge_stock(
+        ours,
+        stock_ours,
+        dtype=opened.spec.numerics.compute_dtype,
+        band_float32=opened.spec.plan.gates.stock_band_float32,
+        native=(native, stock_native),
+    )
+    opened.gates["exported weights"] = GateRecord(
+        verdict=Verdict.ALIGNED if last.aligned else Verdict.MISALIGNED,
+        holds=last.aligned,
+        weight=Verdict.MISALIGNED,
+        summary=f"max {last.max_abs_diff!r} over {last.num_tokens} tokens drawn after training",
+        figures=last.to_dict(),
+    )
+    opened.gates["native control"] = _control(native_result, Verdict.VACUOUS)
+    opened.gates["stock control"] = _control(stock_result, Verdict.MISALIGNED)
+    return {name: record.to_dict() for name, record in opened.gates.items()}
+
+
+def judge(session_name: str, *, last_step: int) -> LegResult:
+    """Judge the log-prob gate over its window of steps, and end the leg."""
+    opened = session(session_name)
+    _judge_window(opened)
+    return _end(opened, last_step)
+
+
+def judge_without_steps(session_name: str, *, step: int) -> LegResult:
+    """End a leg that trained nothing: its gates are those of the loaded weights."""
+    return _end(session(session_name), step)
+
+
+def _judge_window(opened: LegSession) -> None:
+    result = opened.gate.final(
+        groups_with_variance=opened.groups_with_variance,
+        max_grad_norm=opened.max_grad_norm,
+        changed_weights=opened.changed_weights,
+    )
+    opened.gates["logprobs"] = GateRecord(
+        verdict=result.verdict,
+        holds=result.verdict.is_green,
+        weight=result.verdict,
+        summary=(
+            f"max {result.max_abs_diff!r} over {result.num_tokens} tokens, "
+            f"{result.exact_fraction:.2%} exactly equal"
+            + ("" if result.verdict.is_green else f"; {result.reason}")
+        ),
+        figures=result.to_dict(),
+    )
+    if opened.unequal_pushes:
+        opened.gates["weights received"] = GateRecord(
+            verdict=Verdict.MISALIGNED,
+            holds=False,
+            weight=Verdict.MISALIGNED,
+            summary=opened.unequal_pushes[0],
+        )
+
+
+def _end(opened: LegSession, last_step: int) -> LegResult:
+    write_json(
+        opened.folder / "gates.json", {n: g.to_dict() for n, g in sorted(opened.gates.items())}
+    )
+    red = [record for name, record in opened.gates.items() if _required(opened, name, record)]
+    verdict = worst([Verdict.ALIGNED, *(record.weight for record in red)])
+    reason = next((record.summary for record in red if record.weight == verdict), "")
+    rows = read_lock(opened.folder)
+    has_ledger = (opened.folder / LEDGER_FILE).is_file()
+    return LegResult(
+        leg=opened.leg,
+        verdict=verdict,
+        reason=reason or "; ".join(record.summary for record in opened.gates.values()),
+        chain_digest=read_ledger(opened.folder).chain if has_ledger else "",
+        last_step=last_step,
+        gates={name: record.to_dict() for name, record in opened.gates.items()},
+        processes=opened.processes,
+        cached_stages=sum(row.cached for row in rows),
+    )
+
+
+def _required(opened: LegSession, name: str, record: GateRecord) -> bool:
+    """Whether this record is red and counts for the leg's verdict."""
+    plan = opened.spec.plan.gates
+    setting = {"preflight": plan.preflight, "logprobs": plan.logprobs}.get(
+        name, plan.controls if name.endswith("control") else "required"
+    )
+    return setting == "required" and not record.holds
+
+
+def _control(result: ControlResult, weight: Verdict) -> GateRecord:
+    """A control as a gate: what it found, and what it means when it does not hold."""
+    exact = result.exact_fraction == 1.0
+    near = Verdict.ALIGNED if result.holds else Verdict.MISALIGNED
+    found = near if result.name == "stock" else (Verdict.ALIGNED if exact else Verdict.MISALIGNED)
+    return GateRecord(
+        verdict=found,
+        holds=result.holds,
+        weight=weight,
+        summary=result.reason,
+        figures=result.to_dict(),
+    )
+
+
+def _control_requests(opened: LegSession) -> tuple[SampleRequest, ...]:
+    """Two samples of each prompt of the step after the last, from seeds of their own."""
+    _, _, prompts = opened.engines()
+    step = opened.spec.plan.num_steps + 1
+    chosen = [prompts.prompts[i] for i in prompt_order(len(prompts.prompts), opened.spec, step)]
+    sampling = opened.spec.sampling.model_copy(
+        update={"samples_per_prompt": CONTROL_SAMPLES_PER_PROMPT}
+    )
+    return sample_requests(chosen, opened.spec.model_copy(update={"sampling": sampling}), step)
+
+
+def _native_samples(
+    opened: LegSession, exported: ArtifactRef, requests: Sequence[SampleRequest]
+) -> tuple[Sample, ...]:
+    """Let vLLM on its own ops draw from the exported weights, in a process of its own."""
+    host = opened.cluster.start("native-0", env=engine_env(opened.spec, policy="native"))
+    gather(
+        [
+            host.actor.create.remote(
+                "engines.rollout.vllm_engine:VllmEngine",
+                exported.uri,
+                opened.spec.model_dump_json(),
+                policy="native",
+            )
+        ],
+        what="start of the native control",
+        timeout_s=900,
+    )
+    (samples,) = gather([host.call("generate", list(requests))], what="native control")
+    opened.cluster.stop(host)
+    return tuple(samples)
+
+
+def _stock(
+    opened: LegSession,
+    exported: ArtifactRef,
+    ours: Sequence[Sample],
+    native: Sequence[Sample],
+) -> list[dict[str, list[float]]]:
+    return gather(
+        [
+            opened.trainer_hosts[0].run(
+                "engines.gates.controls:stock_logprobs",
+                exported.uri,
+                list(samples),
+                temperature=opened.spec.sampling.temperature,
+                dtype=opened.spec.numerics.compute_dtype,
+            )
+            for samples in (ours, native)
+        ],
+        what="stock control",
+    )
+
+
+def _as_train_samples(samples: Sequence[Sample]) -> tuple[TrainSample, ...]:
+    return tuple(
+        TrainSample(
+            request_id=sample.request_id,
+            prompt_token_ids=sample.prompt_token_ids,
+            token_ids=sample.token_ids,
+        )
+        for sample in samples
+    )

@@ -1,0 +1,60 @@
+"""The verdict as a Prefect artifact: a short Markdown page and the stage table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.context import FlowRunContext
+
+from engines.runs import legs, read_json
+from tasks.compare import Outcome
+
+
+def publish(folder: Path, outcome: Outcome) -> None:
+    """Attach `verdict` and `stages` to the current flow run, and write report.md into the run."""
+    text = markdown(outcome.details)
+    (folder / "report.md").write_text(text, encoding="utf-8")
+    if FlowRunContext.get() is None:
+        return
+    create_markdown_artifact(key="verdict", markdown=text, description=outcome.headline)
+    create_table_artifact(key="stages", table=stage_rows(folder), description="Stages of all legs")
+
+
+def markdown(details: Mapping[str, Any]) -> str:
+    """The verdict, the figures behind it, and where to look."""
+    lines = [
+        f"# {details['verdict']}",
+        "",
+        str(details["headline"]),
+        "",
+        f"- run `{details['run_id']}`",
+        f"- chain digest `{details['chain_digest']}`",
+    ]
+    if details["first_divergence"]:
+        lines.append(f"- first divergence: {details['first_divergence']}")
+    if details.get("mlflow_command"):
+        lines.append(f"- MLflow: `{details['mlflow_command']}`")
+    lines += ["", "| leg | gate | verdict | figure |", "| --- | --- | --- | --- |"]
+    for name, leg in details["legs"].items():
+        for gate, facts in leg["gates"].items():
+            lines.append(f"| {name} | {gate} | {facts['verdict']} | {facts['summary']} |")
+    return "\n".join(lines) + "\n"
+
+
+def stage_rows(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """One row a stage of every leg, from the locks."""
+    return [
+        {
+            "leg": leg,
+            "stage": row["stage"],
+            "attempt": row["attempt"],
+            "cached": row["cached"],
+            "seconds": row["ambient"]["seconds"],
+            "outputs": ", ".join(f"{k} {v[:12]}" for k, v in sorted(row["outputs"].items())),
+        }
+        for leg in legs(folder)
+        for row in read_json(folder / leg / "lock.json")["rows"]
+    ]

@@ -1,0 +1,158 @@
+"""The session of a leg: its Ray cluster, engine processes and engines, as one context manager.
+
+A flow opens it; tasks are given its name and look it up here, so that no handle ever becomes a task
+parameter. A leg is one complete execution: sessions share no process, folder or cache.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines import guard
+from engines.cluster import Cluster, EngineHandle, gather, identities
+from engines.contracts import ArtifactRef, Flip, PromptSet
+from engines.gates.logprobs import LogprobGate
+from engines.provenance.fence import Fence
+from engines.rollout.group import RolloutGroup, engine_env
+from engines.train.group import TrainerGroup, trainer_env
+from model_specs.errors import EngineError
+from model_specs.run_spec import RunSpec
+
+logger = logging.getLogger("lockstep")
+
+_OPEN: dict[str, LegSession] = {}
+
+
+@dataclass(kw_only=True)
+class LegSession:
+    """What the tasks of one leg share while it is open."""
+
+    name: str
+    leg: str
+    run_dir: Path
+    spec: RunSpec
+    fence: Fence
+    cluster: Cluster
+    trainer_hosts: list[EngineHandle]
+    rollout_hosts: list[EngineHandle]
+    processes: dict[str, dict[str, float | int]]
+    flip: Flip | None = None
+    trainer: TrainerGroup | None = None
+    rollout: RolloutGroup | None = None
+    prompts: PromptSet | None = None
+    gates: dict[str, Any] = field(default_factory=dict)
+    """Gate name -> `tasks.gates.GateRecord`."""
+    unequal_pushes: list[str] = field(default_factory=list)
+    """Where sent and received weights were not equal."""
+    gate: LogprobGate = field(default_factory=LogprobGate)
+    groups_with_variance: int = 0
+    changed_weights: int = 0
+    max_grad_norm: float = 0.0
+
+    @property
+    def folder(self) -> Path:
+        """The leg's own folder."""
+        return self.run_dir / self.leg
+
+    def engines(self) -> tuple[TrainerGroup, RolloutGroup, PromptSet]:
+        """The started engines and the prompts; EngineError before `start_engines`."""
+        if self.trainer is None or self.rollout is None or self.prompts is None:
+            raise EngineError(f"session {self.name}: the engines have not been started")
+        return self.trainer, self.rollout, self.prompts
+
+    def start_engines(self, model: ArtifactRef, data: ArtifactRef, weights: ArtifactRef) -> None:
+        """Make the engines in their processes and read back what environment they really have."""
+        spec_json = self.spec.model_dump_json()
+        rendezvous = f"file://{self.folder / f'rendezvous-{self.fence.token}'}"
+        created = [
+            host.actor.create.remote(
+                "engines.rollout.vllm_engine:VllmEngine",
+                model.uri,
+                spec_json,
+                engine_index=index,
+                policy="aligned",
+            )
+            for index, host in enumerate(self.rollout_hosts)
+        ]
+        self.trainer = TrainerGroup(self.trainer_hosts, self.spec)
+        self.trainer.start(self.spec, dcp_dir=weights.uri, rendezvous=rendezvous)
+        gather(created, what="start of the rollout engines", timeout_s=900)
+        self.rollout = RolloutGroup(self.rollout_hosts, self.spec)
+        (self.prompts,) = gather(
+            [
+                self.rollout_hosts[0].run(
+                    "engines.rollout.prompts:build_prompts", model.uri, data.uri, spec_json
+                )
+            ],
+            what="rendering of the prompts",
+        )
+        self._record_environment()
+
+    def _record_environment(self) -> None:
+        assert self.trainer is not None
+        assert self.rollout is not None
+        environment = {
+            "trainer": self.trainer.environment(),
+            "rollout": self.rollout.environment(),
+        }
+        path = self.folder / "environment.json"
+        path.write_text(json.dumps(environment, indent=1, sort_keys=True, default=str) + "\n")
+
+
+@contextmanager
+def leg_session(
+    spec: RunSpec, *, run_dir: Path, leg: str, fence: Fence, flip: Flip | None = None
+) -> Iterator[LegSession]:
+    """Open the session of one leg: cluster and empty engine processes; ends them on the way out."""
+    guard.start()
+    name = f"{run_dir.name}-{leg}-{fence.token}"
+    (run_dir / leg).mkdir(parents=True, exist_ok=True)
+    num_processes = spec.execution.trainer_ranks + spec.execution.rollout_engines
+    cluster = Cluster(
+        f"run-{run_dir.name}-{fence.token}-{leg}",
+        num_cpus=num_processes,
+        object_store_mib=spec.execution.object_store_mib,
+    )
+    with cluster:
+        rollout_hosts = [
+            cluster.start(f"rollout-{index}", env=engine_env(spec, policy="aligned"), num_cpus=1)
+            for index in range(spec.execution.rollout_engines)
+        ]
+        trainer_hosts = [
+            cluster.start(f"trainer-{rank}", env=trainer_env(spec), num_cpus=1)
+            for rank in range(spec.execution.trainer_ranks)
+        ]
+        session = LegSession(
+            name=name,
+            leg=leg,
+            run_dir=run_dir,
+            spec=spec,
+            fence=fence,
+            cluster=cluster,
+            trainer_hosts=trainer_hosts,
+            rollout_hosts=rollout_hosts,
+            processes=identities([*rollout_hosts, *trainer_hosts]),
+            flip=flip,
+        )
+        _OPEN[name] = session
+        try:
+            yield session
+        finally:
+            del _OPEN[name]
+
+
+def session(name: str) -> LegSession:
+    """The open session of this name."""
+    try:
+        return _OPEN[name]
+    except KeyError:
+        raise EngineError(
+            f"no open session {name!r} in this process (open: {sorted(_OPEN) or 'none'}); "
+            "tasks of a leg run inside the flow that opened it"
+        ) from None

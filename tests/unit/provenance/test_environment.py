@@ -1,0 +1,130 @@
+"""Laws of the environment: read back, not assumed; ambient facts are never compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines import environment
+from engines.environment import (
+    DETERMINISM,
+    apply_torch_determinism,
+    cpu_facts,
+    environment_fingerprint,
+    package_versions,
+    sources_digest,
+    telemetry_off_env,
+)
+from model_specs.errors import EngineError
+
+ROOT = Path(environment.__file__).resolve().parent.parent
+
+
+def run_python(code: str, **variables: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+
+
+def test_an_engine_process_reads_back_what_was_applied_and_which_variables_it_has() -> None:
+    code = (
+        "import json, sys, engines.environment as e; assert 'torch' not in sys.modules;"
+        "e.apply_torch_determinism(1); print(json.dumps(e.read_back()))"
+    )
+    facts = json.loads(run_python(code, OMP_NUM_THREADS="3", MKL_CBWR="COMPATIBLE"))
+    for switch in DETERMINISM:
+        assert facts["torch"][switch.name] == switch.wanted
+    assert facts["torch"]["threads"] == 1
+    assert facts["variables"]["OMP_NUM_THREADS"] == "3"
+    assert facts["variables"]["MKL_CBWR"] == "COMPATIBLE"
+    assert facts["variables"]["NCCL_ALGO"] == os.environ.get("NCCL_ALGO")
+    assert facts["code_digest"] == environment.code_digest()
+    assert facts["cpu"]["capability"]
+    assert facts["ambient"]["pid"] != os.getpid()
+
+
+def test_a_switch_that_did_not_take_is_an_error() -> None:
+    # As vLLM does in its own process: the number of threads can no longer be set.
+    code = (
+        "import torch, engines.environment as e\n"
+        "torch.set_num_threads(2)\n"
+        "torch.set_num_threads = lambda threads: None\n"
+        "try:\n"
+        "    e.apply_torch_determinism(1)\n"
+        "except e.EngineError as error:\n"
+        "    print(error)\n"
+    )
+    assert "threads is 2, not 1" in run_python(code)
+    assert EngineError.exit_code == 20
+    assert callable(apply_torch_determinism)
+
+
+def test_the_fingerprint_sees_every_fact_but_ambient_ones() -> None:
+    facts = {"torch": {"threads": 1}, "ambient": {"pid": 1}, "nested": [{"ambient": 1, "x": 1}]}
+    fingerprint = environment_fingerprint(facts)
+    same = {**facts, "ambient": {"pid": 2}, "nested": [{"ambient": 2, "x": 1}]}
+    assert environment_fingerprint(same) == fingerprint
+    assert environment_fingerprint({**facts, "fingerprint": fingerprint}) == fingerprint
+    assert environment_fingerprint({**facts, "torch": {"threads": 2}}) != fingerprint
+    assert environment_fingerprint({**facts, "nested": [{"ambient": 1, "x": 2}]}) != fingerprint
+
+
+def test_the_code_digest_sees_content_names_and_new_files(tmp_path: Path) -> None:
+    package = tmp_path / "engines"
+    package.mkdir()
+    (package / "a.py").write_text("x = 1\n")
+    (package / "note.txt").write_text("not code\n")
+    digests = [sources_digest(tmp_path, ["engines"])]
+    (package / "note.txt").write_text("still not code\n")
+    assert sources_digest(tmp_path, ["engines"]) == digests[0]
+    (package / "a.py").write_text("x = 2\n")
+    digests.append(sources_digest(tmp_path, ["engines"]))
+    (package / "a.py").rename(package / "b.py")
+    digests.append(sources_digest(tmp_path, ["engines"]))
+    (package / "a.py").write_text("")
+    digests.append(sources_digest(tmp_path, ["engines"]))
+    assert len(set(digests)) == 4
+
+
+def test_cpu_facts_name_model_and_instruction_sets(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("model name\t: EPYC\nflags\t\t: fpu avx2 amx_bf16\nmodel name\t: other\n")
+    facts = cpu_facts(path)
+    assert (facts["model"], facts["flags"]) == ("EPYC", ["avx2", "amx_bf16"])
+    assert cpu_facts(tmp_path / "none")["model"] is None
+
+
+def test_versions_are_those_installed() -> None:
+    import numpy
+
+    versions = package_versions(("numpy", "no-such-distribution"))
+    assert versions == {"numpy": numpy.__version__, "no-such-distribution": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PREFECT_SERVER_ANALYTICS_ENABLED", "false"),
+        ("DO_NOT_TRACK", "1"),
+        ("MLFLOW_DISABLE_TELEMETRY", "true"),
+        ("RAY_USAGE_STATS_ENABLED", "0"),
+        ("VLLM_NO_USAGE_STATS", "1"),
+        ("HF_HUB_DISABLE_TELEMETRY", "1"),
+    ],
+)
+def test_telemetry_of_every_package_is_switched_off(name: str, value: str) -> None:
+    variables = telemetry_off_env()
+    assert variables[name] == value
+    variables[name] = "changed"
+    assert telemetry_off_env()[name] == value

@@ -1,0 +1,72 @@
+"""Slots: the plan is contiguous and complete, rows are aligned, every token is scored once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.contracts import TrainSample
+from engines.numerics import ROW_BLOCK
+from engines.train.slots import pack_slot, plan_slots
+from model_specs.errors import EngineError
+
+
+def sample(name: str, prompt: int, completion: int) -> TrainSample:
+    return TrainSample(
+        request_id=name,
+        prompt_token_ids=tuple(range(1, prompt + 1)),
+        token_ids=tuple(range(101, 101 + completion)),
+    )
+
+
+@given(st.integers(0, 5), st.integers(1, 9))
+def test_plan_deals_every_sample_once_in_order(power: int, size: int) -> None:
+    slots = plan_slots(2**power * size, num_slots=2**power)
+    assert [index for slot in slots for index in slot] == list(range(2**power * size))
+    assert {len(slot) for slot in slots} == {size}
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_plan_refuses_samples_that_cannot_be_dealt_evenly(count: int) -> None:
+    with pytest.raises(EngineError, match=f"{count} samples"):
+        plan_slots(count, num_slots=4)
+
+
+@given(st.lists(st.tuples(st.integers(1, 150), st.integers(1, 150)), min_size=1, max_size=4))
+def test_sequences_are_aligned_and_every_completion_token_is_scored_once(
+    sizes: list[tuple[int, int]],
+) -> None:
+    samples = [sample(str(i), *size) for i, size in enumerate(sizes)]
+    slot = pack_slot(samples)
+    assert all(start % ROW_BLOCK == 0 for start in slot.starts)
+    assert len(slot.ids) % ROW_BLOCK == 0
+    assert slot.num_head_rows % ROW_BLOCK == 0
+    assert int((~slot.padding).sum()) == sum(slot.lengths)
+    tokens = slot.targets[slot.head_rows].split(slot.counts)
+    rows = slot.split(slot.scored_rows)
+    for one, start, length, targets, scored in zip(
+        samples, slot.starts, slot.lengths, tokens, rows, strict=True
+    ):
+        text = (*one.prompt_token_ids, *one.token_ids)
+        assert slot.ids[start : start + length].tolist() == list(text[:-1])
+        assert slot.positions[start : start + length].tolist() == list(range(length))
+        assert tuple(targets.tolist()) == one.token_ids
+        # The row that scores token t holds the token before it.
+        assert [text[row - start + 1] for row in scored.tolist()] == list(one.token_ids)
+
+
+def test_first_tokens_cut_as_split_does() -> None:
+    slot = pack_slot([sample("a", 3, 4), sample("b", 2, 1), sample("c", 9, 5)])
+    values = torch.arange(slot.num_tokens)
+    assert slot.first_tokens == (0, 4, 5)
+    assert [int(part[0]) for part in slot.split(values)] == list(slot.first_tokens)
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [(0, 3), (3, 0)])
+def test_sample_without_prompt_or_completion_is_refused_by_name(
+    prompt: int, completion: int
+) -> None:
+    with pytest.raises(EngineError, match="7/x/0"):
+        pack_slot([sample("7/x/0", prompt, completion)])
