@@ -1,8 +1,8 @@
 """The training loop: one step is one rollout with its pushed weights, then its optimizer updates.
 
-Torch-free; it moves references and small records only. It owns no file: what must be written between
-two calls (the blind commitment of the trainer's scores) goes through `commit`, and what a step left
-behind is yielded. Nothing is taken in completion order.
+Torch-free; it moves references and small records only. It owns no file: what must be written
+between two calls (the blind commitment of the trainer's scores) goes through `commit`, and what a
+step left behind is yielded. Nothing is taken in completion order.
 
     for outcome in steps(trainer, rollout, spec, prompts, start=0, stop=8, commit=ledger.commit):
         ledger.append(outcome.record, outcome.values)
@@ -35,6 +35,7 @@ from engines.provenance.digest import digest_floats, digest_tokens
 from engines.rewards import score_samples
 from engines.seeds import derive_seed
 from engines.train.advantages import Advantages, group_advantages
+from model_specs.errors import SpecError
 from model_specs.run_spec import RunSpec
 
 Commit = Callable[[int, str, str], None]
@@ -248,10 +249,12 @@ def _flip_samples(samples: tuple[Sample, ...], flip: Flip | None) -> tuple[Sampl
     for sample in samples:
         if sample.request_id == name and flip.probe == "tokens":
             ids = list(sample.token_ids)
+            _check_element(flip, len(ids))
             ids[flip.element] = flip_int(ids[flip.element], flip.bit)
             sample = replace(sample, token_ids=tuple(ids))
         elif sample.request_id == name:
             logprobs = list(sample.logprobs)
+            _check_element(flip, len(logprobs))
             logprobs[flip.element] = flip_float32(logprobs[flip.element], flip.bit)
             sample = replace(sample, logprobs=tuple(logprobs))
         flipped.append(sample)
@@ -265,10 +268,19 @@ def _flip_values(
     if flip is None or flip.probe != probe:
         return tuple(values)
     name = choose_name([sample.request_id for sample in samples], flip)
+    _check_element(flip, 1)
     return tuple(
         flip_float32(value, flip.bit) if sample.request_id == name else value
         for value, sample in zip(values, samples, strict=True)
     )
+
+
+def _check_element(flip: Flip, length: int) -> None:
+    if flip.element >= length:
+        raise SpecError(
+            f"flip of {flip.probe} at step {flip.step}: element {flip.element} of a sample that "
+            f"has {length}; name an element below that"
+        )
 
 
 def _sample_values(

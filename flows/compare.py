@@ -32,4 +32,4 @@ def compare(run_a: str, run_b: str, across: tuple[str, ...] = (), runs_dir: str 
 
 
 if __name__ == "__main__":
-    compare(*sys.argv[1:3])
+    compare(sys.argv[1], sys.argv[2])

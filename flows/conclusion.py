@@ -22,7 +22,7 @@ def conclude(
     tracked = tracking.sync_quietly(run.folder)
     command = tracked.ui_command if tracked else None
     outcome = compare.conclude(run, legs, comparison, mlflow_command=command)
-    tracking.sync_quietly(run.folder)
     publish(run.folder, outcome)
+    tracking.sync_quietly(run.folder)
     make = Completed if outcome.verdict.is_green else Failed
     return make(name=str(outcome.verdict), message=outcome.headline, data=dict(outcome.details))

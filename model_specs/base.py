@@ -1,7 +1,7 @@
 """The base of every spec: frozen, closed, validated also where a default is used.
 
-A field is identity (it decides bits) unless its annotation is `Execution[...]`, which may only stand
-outermost: a marker hidden inside a container would silently drop part of a value from the
+A field is identity (it decides bits) unless its annotation is `Execution[...]`, which may only
+stand outermost: a marker hidden inside a container would silently drop part of a value from the
 fingerprint, so it is refused when the class is made.
 """
 

@@ -1,4 +1,4 @@
-"""Every error a user can meet, as a small tree; each class carries the exit code of the command line.
+"""Every error a user can meet, as a small tree; each class carries the command's exit code.
 
 The message of each says what happened, both values, where, and what to do. `ValueError`-like user
 mistakes are `SpecError`; `assert` stays for the project's own invariants.

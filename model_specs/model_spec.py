@@ -14,7 +14,7 @@ class ModelSpec(Frozen):
 
     family: Literal["qwen2", "llama"]
     path: Execution[str]
-    """`generated:tiny`, a local folder, or `hf://org/name@revision`; weights are identity by digest."""
+    """`generated:tiny`, a folder, or `hf://org/name@revision`; weights are identity by digest."""
     weights_digest: str | None = None
     """Digest of the weights' manifest; None only until `resolve` has filled it in."""
     tokenizer_digest: str | None = None

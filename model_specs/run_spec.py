@@ -7,7 +7,7 @@ comparable when their trajectories are equal; runs of unequal length on their co
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,7 +15,7 @@ from model_specs.base import Execution, Frozen
 from model_specs.errors import SpecError
 from model_specs.model_spec import ModelSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 NUMERICS_VERSION = 1
 """Raised by every change that alters bits; see the Numerics section of CHANGELOG.md."""
 
@@ -30,7 +30,7 @@ class DataSpec(Frozen):
     digest: str | None = None
     """SHA-256 of the file's bytes; None only until `resolve` has filled it in."""
     format: Literal["messages", "gsm8k"] = "messages"
-    """`messages`: chat `messages` and `label`. `gsm8k`: `question` and `answer`, mapped by `template`."""
+    """`messages`: chat `messages` and `label`. `gsm8k`: `question`, `answer` and `template`."""
     template: str = "{question}"
     """User message made from a gsm8k row; `{question}` is replaced."""
     system_prompt: str | None = None
@@ -81,7 +81,7 @@ class LossSpec(Frozen):
     reference: bool = False
     """Hold a reference model (the initial weights) and report KL to it even at coefficient 0."""
     aggregation: Literal["per_token", "per_sample"] = "per_token"
-    """`per_token`: sum over tokens / number of tokens of the update; `per_sample`: mean of sample means."""
+    """`per_token`: sum over tokens / number of tokens of the update; `per_sample`: mean of those."""
     advantage_eps: float = Field(default=1e-6, gt=0)
     normalize_std: bool = True
     advantage_transform: Literal["none", "shuffled", "sign_flipped"] = "none"
@@ -127,7 +127,7 @@ class TreeReduction(Frozen):
 
 
 class StockReduction(Frozen):
-    """The collective library's own reduction: the number of ranks decides bits, so it is identity."""
+    """The collective library's own reduction: the world size decides bits, so it is identity."""
 
     kind: Literal["stock"] = "stock"
     slots: int = Field(ge=1)
@@ -182,7 +182,7 @@ class ExecutionSpec(Frozen):
     threads: int = Field(default=1, ge=1)
     """Threads of each engine process."""
     request_order_seed: int | None = None
-    """Shuffle the order in which requests reach the engines; None keeps it. Must not change bits."""
+    """Shuffle the order in which requests reach the engines (no bit may change); None keeps it."""
     max_num_seqs: int = Field(default=32, ge=1)
     """Most sequences a rollout engine runs at once."""
     kv_cache_mib: int = Field(default=64, ge=1)

@@ -1,4 +1,4 @@
-"""HF safetensors to a distributed checkpoint, after the config was checked against the ModelSpec."""
+"""HF safetensors to a distributed checkpoint; the config is checked against the ModelSpec first."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def markdown(details: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def stage_rows(folder: Path) -> Sequence[Mapping[str, Any]]:
+def stage_rows(folder: Path) -> list[dict[str, Any]]:
     """One row a stage of every leg, from the locks."""
     return [
         {

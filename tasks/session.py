@@ -6,7 +6,6 @@ parameter. A leg is one complete execution: sessions share no process, folder or
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +16,11 @@ from typing import Any
 from engines import guard
 from engines.cluster import Cluster, EngineHandle, gather, identities
 from engines.contracts import ArtifactRef, Flip, PromptSet
+from engines.environment import environment_fingerprint
 from engines.gates.logprobs import LogprobGate
 from engines.provenance.fence import Fence
 from engines.rollout.group import RolloutGroup, engine_env
+from engines.runs import write_json
 from engines.train.group import TrainerGroup, trainer_env
 from model_specs.errors import EngineError
 from model_specs.run_spec import RunSpec
@@ -46,6 +47,8 @@ class LegSession:
     trainer: TrainerGroup | None = None
     rollout: RolloutGroup | None = None
     prompts: PromptSet | None = None
+    environment: str = ""
+    """Fingerprint of the engines' environment; empty before they have started."""
     gates: dict[str, Any] = field(default_factory=dict)
     """Gate name -> `tasks.gates.GateRecord`."""
     unequal_pushes: list[str] = field(default_factory=list)
@@ -101,8 +104,10 @@ class LegSession:
             "trainer": self.trainer.environment(),
             "rollout": self.rollout.environment(),
         }
-        path = self.folder / "environment.json"
-        path.write_text(json.dumps(environment, indent=1, sort_keys=True, default=str) + "\n")
+        self.environment = environment_fingerprint(environment)
+        write_json(
+            self.folder / "environment.json", {**environment, "fingerprint": self.environment}
+        )
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The stage decorator: a Prefect task that leaves a row in the leg's lock.
 
-A stage takes the name of its session and small frozen values, and returns `ArtifactRef`s or records,
-never tensors. Its row holds the digests that went in and came out, the spec's fingerprint and the
-attempt. Engine stages are never cached and never retried: a retry goes on from a checkpoint.
+A stage takes the name of its session and small frozen values, and returns `ArtifactRef`s or
+records, never tensors. Its row holds the digests that went in and came out, the spec's fingerprint
+and the attempt. Engine stages are never cached and never retried: a retry goes on from a checkpoint.
 
     @stage("convert", version=1)
     def convert(session_name: str, model: ArtifactRef) -> ArtifactRef: ...
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from prefect import task
+from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
 from engines.contracts import ArtifactRef
@@ -28,10 +28,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def stage(name: str, *, version: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def stage(name: str, *, version: int) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Make a function whose first parameter is a session name into a stage."""
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Callable[P, R]) -> Task[P, R]:
         @functools.wraps(function)
         def body(*args: P.args, **kwargs: P.kwargs) -> R:
             started = time.time()
@@ -39,15 +39,14 @@ def stage(name: str, *, version: int) -> Callable[[Callable[P, R]], Callable[P, 
             _record(name, version, args, kwargs, result, started)
             return result
 
-        decorated: Callable[P, R] = task(
-            body,
+        make = task(
             name=name,
             task_run_name=f"{name}-{{session_name}}",
             retries=0,
             cache_policy=NO_CACHE,
             persist_result=False,
         )
-        return decorated
+        return make(body)
 
     return decorate
 
@@ -73,6 +72,7 @@ def _record(
             trajectory=trajectory_fingerprint(opened.spec),
             attempt=opened.fence.token,
             cached=False,
+            environment=opened.environment,
             ambient={"started_at": started, "seconds": round(time.time() - started, 3)},
         ),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,9 @@ def _append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> N
         opened.gate.add(outcome.gate)
     opened.groups_with_variance += outcome.groups_with_variance
     opened.changed_weights += outcome.changed_weights
-    opened.max_grad_norm = max(opened.max_grad_norm, record.metrics.get("train/grad_norm", 0.0))
+    norm = record.metrics.get("train/grad_norm", 0.0)
+    # `max` would lose a NaN, which the gate has to see.
+    opened.max_grad_norm = norm if math.isnan(norm) else max(opened.max_grad_norm, norm)
     _note_violations(opened, record.violations)
     if record.update < 0:
         return

@@ -1,8 +1,8 @@
 """Compare the cost of each shared op with torch's own, at the shapes of SmolLM2-135M.
 
 Prints, for each op and dtype, milliseconds of ours and of torch's, and their ratio, forward and
-forward plus backward, on one thread. The best of several runs is taken: other work on the machine only
-ever adds time.
+forward plus backward, on one thread. The best of several runs is taken: other work on the machine
+only ever adds time.
 
     python -m tools.bench_numerics [--rows 1024] [--repeats 5] [--only linear]
 """
@@ -10,7 +10,6 @@ ever adds time.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -154,11 +153,10 @@ def _optimizer_cases() -> Iterator[Case]:
     stock = torch.optim.AdamW([parameter], foreach=False)
     moments = [torch.zeros_like(parameter) for _ in range(2)]
     data, gradient = parameter.detach(), parameter.grad
+    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
     yield (
         "adamw_step_",
-        lambda: numerics.adamw_step_(
-            data, gradient, *moments, step=1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01
-        ),
+        lambda: numerics.adamw_step_(data, gradient, *moments, step=1, **options),
         stock.step,
         False,
     )
@@ -187,14 +185,16 @@ def _best_ms(call: Callable[[], object], repeats: int, *, backward: bool) -> flo
 
 def main() -> None:
     """Print one line an op, dtype and direction."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1024, help="a multiple of 256")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="run ops whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    sys.stdout.write(f"{'op':34} {'dtype':9} {'pass':8} {'ours ms':>9} {'torch ms':>9} {'ratio':>6}\n")
+    print(f"{'op':34} {'dtype':9} {'pass':8} {'ours ms':>9} {'torch ms':>9} {'ratio':>6}")
     for dtype in (torch.float32, torch.bfloat16):
         for family in (_matrix_cases, _row_cases, _attention_cases):
             _report(family(options.rows, dtype), dtype, options)
@@ -208,11 +208,11 @@ def _report(cases: Iterator[Case], dtype: torch.dtype, options: argparse.Namespa
         for backward in (False, True) if has_backward else (False,):
             mine = _best_ms(ours, options.repeats, backward=backward)
             theirs = _best_ms(stock, options.repeats, backward=backward)
-            sys.stdout.write(
+            print(
                 f"{name:34} {str(dtype)[6:]:9} {'both' if backward else 'forward':8} "
-                f"{mine:9.2f} {theirs:9.2f} {mine / theirs:6.2f}\n"
+                f"{mine:9.2f} {theirs:9.2f} {mine / theirs:6.2f}",
+                flush=True,
             )
-            sys.stdout.flush()
 
 
 if __name__ == "__main__":

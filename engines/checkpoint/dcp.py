@@ -1,14 +1,14 @@
 """Checkpoints of the whole training state through `torch.distributed.checkpoint`.
 
 A checkpoint is a folder: DCP's files and `meta.json`. It is written aside under a name ending in
-`.partial`, read back and compared bit for bit, given its `meta.json` last, and renamed. Invariant: a
-folder with the final name is complete and was verified; one without a readable `meta.json` is torn
-and is refused, and so is one of another trajectory. The number of ranks may differ between writing
-and reading.
+`.partial`, read back and compared bit for bit, given its `meta.json` last, and renamed. Invariant:
+a folder with the final name is complete and was verified; one without a readable `meta.json` is
+torn and is refused, and so is one of another trajectory. The number of ranks may differ between
+writing and reading.
 
-Keys: `model.<name>` float32 masters, `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>`, and
-`progress.{step,updates,samples_consumed}` (int64 scalars). The folder that a conversion makes has the
-`model.` keys only and no meta.
+Keys: `model.<name>` float32 masters, `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>`,
+and `progress.{step,updates,samples_consumed}` (int64 scalars). The folder that a conversion makes
+has the `model.` keys only and no meta.
 
 Listing and reading the meta import no torch:
 
@@ -200,7 +200,7 @@ def _verify(partial: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
     unequal: list[str] = []
     for keys in _kinds(tensors):
-        # A copy rather than an empty tensor keeps each one's layout over the ranks.
+        # `zeros_like` keeps each tensor's layout over the ranks.
         loaded = {key: torch.zeros_like(tensors[key]) for key in keys}
         read_tensors(partial, loaded)
         unequal += [key for key in keys if not _same_bits(tensors[key], loaded[key])]
@@ -208,8 +208,8 @@ def _verify(partial: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     for rank, keys in enumerate(by_rank):
         if keys:
             raise CheckpointError(
-                f"{partial}: {keys[0]} ({len(keys)} tensors of rank {rank}) was read back with other "
-                "bits than were written; the disk is not to be trusted"
+                f"{partial}: {keys[0]} ({len(keys)} tensors of rank {rank}) was read back with "
+                "other bits than were written; the disk is not to be trusted"
             )
 
 

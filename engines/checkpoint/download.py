@@ -15,7 +15,6 @@ Usage::
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -268,7 +267,10 @@ def _hashed_files(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 def _take_files(source: Path, partial: Path, *, source_name: str) -> None:
-    """Bring the files of a model folder over; large weights as hard links where that works."""
+    """Copy the files of a model folder.
+
+    Never linked: legs share nothing, and a source that is rewritten in place must not reach them.
+    """
     if not source.is_dir():
         raise ArtifactError(
             f"model source {source_name!r} is no folder; name a folder, hf://org/name@revision or "
@@ -277,14 +279,7 @@ def _take_files(source: Path, partial: Path, *, source_name: str) -> None:
     for file in sorted(source.iterdir()):
         if not file.is_file() or not any(fnmatch(file.name, pattern) for pattern in MODEL_PATTERNS):
             continue
-        target = partial / file.name
-        if file.suffix == ".safetensors":
-            try:
-                os.link(file.resolve(), target)
-                continue
-            except OSError:  # another file system, or one without links: copy
-                pass
-        shutil.copyfile(file, target)
+        shutil.copyfile(file, partial / file.name)
 
 
 def _hub_snapshot(source: str) -> tuple[Path, str]:

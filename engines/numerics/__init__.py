@@ -1,27 +1,32 @@
 """One op, one definition: what the trainer and vLLM's model classes both compute with, on the CPU.
 
-Every op is a function of values alone. What it returns for a row depends on that row and the weights:
-not on how many rows there are or where this one stands, nor on other output columns, storage offset or
-stride, the number of threads, or whether gradients are on. Backward is explicit, and what is summed
-over rows has one written order. Inputs are row-major `[rows, features]`, float32 or bfloat16.
+Every op is a function of values alone. What it returns for a row depends on that row and the
+weights: not on how many rows there are or where this one stands, nor on other output columns,
+storage offset or stride, the number of threads, or whether gradients are on. Backward is explicit,
+and what is summed over rows has one written order. Inputs are row-major `[rows, features]`, float32
+or bfloat16.
 
-| op | definition | gradient of the weight | file |
+| file | op | definition | order of the gradient |
 | --- | --- | --- | --- |
-| `linear`, `linear_multi` | GEMM on rows padded to 16 | float32 over blocks of 64 rows, left to right | linear |
-| `rms_norm` | float32, rounded, times weight | tree in blocks of 64 rows, then left to right | norm |
-| `add` | one rounding | | pointwise |
-| `silu_mul` | `round(x / (1 + exp(-x))) * up` | | pointwise |
-| `rotary` | two halves; cos and sin rounded first | | rotary |
-| `causal_attention`, `paged_attention*` | online softmax over blocks of 64 keys, float32 | | attention |
-| `embedding` | look-up | ascending rows in blocks of 64, left to right | embedding |
-| `log_softmax_rows`, `chosen_logprobs` | `log_softmax(float32(logits) / temperature)` | | logprobs |
-| `head_logprobs` | the two above on `linear`, in chunks, and entropy | as `linear` | logprobs |
-| `token_sum`, `ordered_sum` | exactly rounded, so of no order | | sums |
-| `row_square_sums`, `tree_sum` | halving; balanced binary tree | | sums |
-| `adamw_step_` | elementwise, each operation rounds by itself | | optimizer |
+| linear | `linear`, `linear_multi` | GEMM on rows padded to 16 | dW: blocks of 64 rows |
+| norm | `rms_norm` | float32, rounded, times weight | dw: tree in blocks of 64 rows |
+| pointwise | `add` | one rounding | |
+| pointwise | `silu_mul` | `round(x / (1 + exp(-x))) * up` | |
+| rotary | `rotary` | two halves; cos, sin rounded first | |
+| attention | `causal_attention` | online softmax, blocks of 64 keys | query tiles, last to first |
+| attention | `paged_attention`, `..._batch` | the same, from a cache | none |
+| embedding | `embedding` | look-up | dW: blocks of 64 rows |
+| logprobs | `log_softmax_rows` | torch's, float32, contiguous | none |
+| logprobs | `chosen_logprobs` | of `float32(logits) / temperature` | |
+| logprobs | `head_logprobs` | the same on `linear`; and entropy | dW: blocks of 64 rows |
+| sums | `token_sum`, `ordered_sum` | exactly rounded: of no order | |
+| sums | `row_square_sums` | float64, halved to one | none |
+| sums | `tree_sum` | balanced binary tree | none |
+| optimizer | `adamw_step_` | each operation rounds by itself | none |
 
-Weight gradients need sequences that start at multiples of 64 rows, with zero rows between them: then a
-packed slot's gradient is the left-to-right sum over its sequences, whatever is packed together.
+Weight gradients need sequences that start at multiples of 64 rows, with zero rows between them:
+then a packed slot's gradient is the left-to-right sum over its sequences, whatever is packed
+together.
 
     hidden = embedding(ids, weight)
     q, k, v = linear_multi(rms_norm(hidden, norm, 1e-5), (wq, wk, wv), (None, None, None))

@@ -1,14 +1,15 @@
 """Causal attention: one blockwise definition for training, prefill, chunk and decode.
 
-A query row meets the key blocks of 64 positions in order, with the running maximum, sum and weighted
-values of an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022), all in float32, rounded once
-at the end. What a row gets depends on its position and on the keys up to it, never on what it is
-batched with: a block that a row cannot see multiplies by one and adds zero, and a row's bits in a
-product do not depend on the tile's other rows as long as their number is a multiple of 16.
+A query row meets the key blocks of 64 positions in order, with the running maximum, sum and
+weighted values of an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022), all in
+float32, rounded once at the end. What a row gets depends on its position and on the keys up to it,
+never on what it is batched with: a block that a row cannot see multiplies by one and adds zero, and
+a row's bits in a product do not depend on the tile's other rows as long as their number is a
+multiple of 16.
 
-Backward recomputes the weights block by block from the saved log of the sum. The gradient of a query
-adds key blocks in order; the gradient of a key block adds query tiles from the last to the first, each
-tile being one product over its 64 positions and all heads of the group.
+Backward recomputes the weights block by block from the saved log of the sum. The gradient of a
+query adds key blocks in order; the gradient of a key block adds query tiles from the last to the
+first, each tile being one product over its 64 positions and all heads of the group.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def paged_attention_batch(
 
     Args:
         q: `[T, Hq, D]`, the query rows of all requests one after the other.
-        key_pages: `[pages, Hkv, page size, D]`, any strides; the page size divides 64 or is a multiple.
+        key_pages: `[pages, Hkv, page size, D]`, any strides; the page size divides 64 or is a
+            multiple.
         value_pages: like `key_pages`.
         page_table: integer `[requests, pages]`; entries past a request's length are ignored, and
             must name some page.
@@ -120,8 +122,8 @@ def paged_attention_batch(
         scale: multiplies the query in float32.
 
     Returns:
-        `[T, Hq, D]`, dtype of `q`; each request's rows have the bits of `paged_attention` on it alone.
-        Rows of no request are zero.
+        `[T, Hq, D]`, dtype of `q`; each request's rows have the bits of `paged_attention` on it
+        alone. Rows of no request are zero.
     """
     page = key_pages.shape[2]
     if KEY_BLOCK % page and page % KEY_BLOCK:
@@ -152,7 +154,7 @@ def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(tiles: torch.Tensor, keys: torch.Tensor, plan: TilePlan, block: int) -> torch.Tensor:
-    """Return masked scores of the active tiles against one block, `[active, Hkv, tile rows, 64]`."""
+    """Return masked scores against one block, `[active tiles, Hkv, tile rows, 64]`."""
     active = plan.active[block]
     scores = _bmm(tiles[:active], keys.transpose(2, 3))
     # At most 64 positions wide, a tile can only be cut by the last two blocks that it meets.
@@ -180,7 +182,7 @@ def _attend(
     table: torch.Tensor,
     plan: TilePlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 outputs `[tiles, Hkv, tile rows, D]` and the log of each row's sum, `[..., 1]`."""
+    """Return outputs `[tiles, Hkv, tile rows, D]` and logs of sums `[..., 1]`, float32."""
     maximum = tiles.new_full((*tiles.shape[:3], 1), float("-inf"))
     total = torch.zeros_like(maximum)
     out = torch.zeros_like(tiles)
@@ -205,7 +207,10 @@ def _attend_backward(
     out: torch.Tensor,
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return float32 gradients of tiles, key blocks and value blocks (Dao et al., 2022, algorithm 4)."""
+    """Return float32 gradients of tiles, key blocks and value blocks.
+
+    Source: Dao et al., 2022, algorithm 4.
+    """
     plan, table = layout.plan, layout.table
     of_tiles, of_keys, of_values = (torch.zeros_like(t) for t in (tiles, keys, values))
     projection = (gradient * out).sum(-1, keepdim=True)

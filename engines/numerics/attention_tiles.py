@@ -1,8 +1,9 @@
 """How attention is cut: query tiles, key blocks, and which tile meets which block.
 
-A tile holds up to 64 consecutive positions of one request, for all query heads that share a key head;
-its rows are padded to a multiple of 16. A key block holds 64 positions counted from position 0. Tiles
-that meet most blocks come first, so that those which meet a given block are always the first few.
+A tile holds up to 64 consecutive positions of one request, for all query heads that share a key
+head; its rows are padded to a multiple of 16. A key block holds 64 positions counted from position
+0. Tiles that meet most blocks come first, so that those which meet a given block are always the
+first few.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class TilePlan:
     """Where each row of each tile comes from."""
 
     rows: torch.Tensor
-    """int64 `[tiles, positions]`: query row, or the number of rows (a zero row) where there is none."""
+    """int64 `[tiles, positions]`: query row, or the number of rows (a zero row) past the end."""
     position: torch.Tensor
     """int64 `[tiles, tile rows]`: heads of a group times positions, padded to a multiple of 16."""
     length: torch.Tensor

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 ROW_TILE = 16
-"""Rows of a matrix product are padded to a multiple of this; measured to make each row's bits its own."""
+"""Rows of a matrix product are padded to a multiple of this, so that a row's bits are its own."""
 
 ROW_BLOCK = 64
 """Rows that are summed together before the running fp32 sum is added to."""

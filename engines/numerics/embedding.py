@@ -13,7 +13,8 @@ from engines.numerics.blocks import ROW_BLOCK
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return `weight[ids]`.
 
-    Backward: within each block of 64 rows the gradients of one token are added in float32 in ascending
+    Backward: within each block of 64 rows the gradients of one token are added in float32 in
+        ascending
     row order, blocks are added left to right, and the sum is rounded once to the dtype of `weight`.
 
     Args:

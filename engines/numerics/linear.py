@@ -1,12 +1,12 @@
 """Matrix products whose every output row depends on that row and the weights alone.
 
-Forward: one GEMM on a row count padded to a multiple of 16. Padded so, a row's bits do not depend on
-the number of rows, its position, the threads, or on which other output columns the weight has (a
+Forward: one GEMM on a row count padded to a multiple of 16. Padded so, a row's bits do not depend
+on the number of rows, its position, the threads, or on which other output columns the weight has (a
 fused q, k, v equals three separate matrices). Unpadded, one row takes another kernel and differs.
 
 Backward: the input gradient is the same padded GEMM; over several matrices on one input it has one
-definition, `linear_input_gradient`, for callers that keep the matrices fused. The weight gradient is a
-float32 sum over blocks of 64 rows, left to right, rounded once.
+definition, `linear_input_gradient`, for callers that keep the matrices fused. The weight gradient
+is a float32 sum over blocks of 64 rows, left to right, rounded once.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def linear_input_gradient(
 ) -> torch.Tensor:
     """Return the gradient of an input that several matrices share.
 
-    Each matrix's product is made in the compute dtype, taken to float32 and added left to right; the
-    sum is rounded once. A trainer that keeps the matrices fused splits weight and gradient and calls
-    this, and so gets the bits of one that keeps them apart.
+    Each matrix's product is made in the compute dtype, taken to float32 and added left to right;
+    the sum is rounded once. A trainer that keeps the matrices fused splits weight and gradient and
+    calls this, and so gets the bits of one that keeps them apart.
 
     Args:
         gradients: each `[M, N_i]`, gradients of the outputs.

@@ -1,7 +1,8 @@
 """Log-probabilities of chosen tokens, as the sampler sees them, with or without the head.
 
-The definition is `log_softmax(float32(logits) / temperature)`, row by row: what vLLM calls processed
-log-probs when no token is cut off. `head_logprobs` never holds more logits than one chunk of rows.
+The definition is `log_softmax(float32(logits) / temperature)`, row by row: what vLLM calls
+processed log-probs when no token is cut off. `head_logprobs` never holds more logits than one chunk
+of rows.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def chosen_logprobs(logits: torch.Tensor, ids: torch.Tensor, *, temperature: flo
         temperature: positive; divides the logits in float32.
 
     Returns:
-        float32 `[M]`. The gradient is `(onehot - softmax) * g / temperature` in float32, rounded once
-        to the dtype of `logits`.
+        float32 `[M]`. The gradient is `(onehot - softmax) * g / temperature` in float32, rounded
+        once to the dtype of `logits`.
     """
     return _ChosenLogprobs.apply(logits, ids, temperature)  # type: ignore[no-any-return]
 
@@ -56,8 +57,8 @@ def head_logprobs(
     """Return log-prob of one token a row, and entropy of the row, straight from the hidden state.
 
     Equal to `chosen_logprobs(linear(hidden, weight), ids)` in all bits, forward and backward. Both
-    results carry a gradient. A chunk whose gradients are all zero (prompt or padding rows) is skipped:
-    it would add zeros.
+    results carry a gradient. A chunk whose gradients are all zero (prompt or padding rows) is
+    skipped: it would add zeros.
 
     Args:
         hidden: `[M, K]`.

@@ -1,4 +1,4 @@
-"""RMSNorm: float32 inside, rounded before the weight, as transformers' Llama and Qwen models do it."""
+"""RMSNorm: float32 inside, rounded before the weight, as in transformers' Llama and Qwen."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engines.numerics.blocks import ROW_TILE, block_sum, pad_rows
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `weight * round(x / sqrt(mean(x^2) + eps))`.
 
-    The normalised value is rounded to the dtype of `x` and then multiplied by the weight. There is no
-    fused form with a residual: a caller adds first (`add`) and then normalises.
+    The normalised value is rounded to the dtype of `x` and then multiplied by the weight. There is
+    no fused form with a residual: a caller adds first (`add`) and then normalises.
 
     Args:
         x: `[M, K]`.

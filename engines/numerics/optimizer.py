@@ -26,9 +26,9 @@ def adamw_step_(
 ) -> None:
     """Take one AdamW step in place (Loshchilov and Hutter, 2019, algorithm 2).
 
-    With g the gradient: `p *= 1 - lr * weight_decay`; `m = beta1 * m + (1 - beta1) * g`;
-    `v = beta2 * v + (1 - beta2) * g * g`; `p -= lr / c1 * (m / (sqrt(v) / sqrt(c2) + eps))`, where
-    `c_i = 1 - beta_i ** step`. Scalars are float64 and rounded to float32 where they meet a tensor. Each
+    With g the gradient: `p *= 1 - lr * weight_decay`; `m = beta1 * m + (1 - beta1) * g`; `v = beta2
+    * v + (1 - beta2) * g * g`; `p -= lr / c1 * (m / (sqrt(v) / sqrt(c2) + eps))`, where `c_i = 1 -
+    beta_i ** step`. Scalars are float64 and rounded to float32 where they meet a tensor. Each
     multiplication, addition, division and root rounds by itself: torch's fused forms (`addcmul_`,
     `add_(alpha=)`, `lerp_`) may or may not contract, depending on where an element stands.
 

@@ -1,8 +1,8 @@
 """Elementwise ops: what an element becomes must not depend on where it stands.
 
-Additions, products and quotients round alike everywhere, and torch's `exp` was probed to. `F.silu` and
-`torch.sigmoid` do not: the last elements of an array, which do not fill a vector register, take a
-scalar path with other bits. Hence silu is spelled `x / (1 + exp(-x))`.
+Additions, products and quotients round alike everywhere, and torch's `exp` was probed to. `F.silu`
+and `torch.sigmoid` do not: the last elements of an array, which do not fill a vector register, take
+a scalar path with other bits. Hence silu is spelled `x / (1 + exp(-x))`.
 """
 
 from __future__ import annotations

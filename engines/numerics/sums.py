@@ -46,8 +46,8 @@ def token_sum(values: torch.Tensor) -> torch.Tensor:
 def row_square_sums(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of each index of the first dimension.
 
-    Squares are float64; each row, filled with zeros to a power of two, is halved until one number is
-    left. A shard that owns whole rows gives the same numbers as the whole tensor.
+    Squares are float64; each row, filled with zeros to a power of two, is halved until one number
+    is left. A shard that owns whole rows gives the same numbers as the whole tensor.
 
     Args:
         x: `[rows, ...]`; of a 1-D tensor every element is a row. Any float dtype.

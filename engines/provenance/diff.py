@@ -1,5 +1,4 @@
-"""Compare two ledgers: the verdict, and the first (step, update, probe, name, element) that
-differs.
+"""Compare two ledgers: verdict, and the first step, update, probe, name and element to differ.
 
     comparison = compare_ledgers(run / "a", run / "b")
     comparison.verdict, comparison.headline, comparison.first

@@ -1,6 +1,6 @@
-"""`gsm8k`: the last final answer of a completion, compared exactly as a rational number.
+r"""`gsm8k`: the last final answer of a completion, compared exactly as a rational number.
 
-The final answer is the last `\\boxed{...}` or `#### ...`, whichever comes later. Both it and the
+The final answer is the last `\boxed{...}` or `#### ...`, whichever comes later. Both it and the
 label are normalised (currency signs, thousands commas, units, percent signs, trailing periods,
 LaTeX fractions) and compared as fractions: 18, 18.0, $18, 18 apples and 36/2 agree.
 
@@ -68,7 +68,7 @@ def final_answer(text: str, *, truncated: bool = False) -> str | None:
 
 
 def _last_box(text: str) -> tuple[int, str | None]:
-    """Return (place, content) of the last `\\boxed{...}` that closes and is not empty."""
+    r"""Return (place, content) of the last `\boxed{...}` that closes and is not empty."""
     start = text.rfind(_BOX)
     while start >= 0:
         depth, begin = 1, start + len(_BOX)
@@ -84,9 +84,9 @@ def _last_box(text: str) -> tuple[int, str | None]:
 
 
 def number(text: str) -> Fraction | None:
-    """Return the one number that `text` states, exactly; None when it states none or several.
+    r"""Return the one number that `text` states, exactly; None when it states none or several.
 
-    `$1,234.50`, `-3 apples`, `50%` (50, not a half), `\\frac{3}{4}`, `3/4`, `1 1/2`, `x = 5`, `18.`
+    `$1,234.50`, `-3 apples`, `50%` (50, not a half), `\frac{3}{4}`, `3/4`, `1 1/2`, `x = 5`, `18.`
     are numbers; `3 or 4`, `2+2`, `five` and `1/0` are not.
     """
     cleaned = _cleaned(text)

@@ -2,8 +2,8 @@
 
 Invariant: the result for a query row depends on that row and on keys and values up to its position,
 and on nothing else: not on pages, on the batch, or on whether the row came by prefill, after a
-prefix hit or by decode. That is a property of `numerics.paged_attention_batch`; this module only says
-where the rows are.
+prefix hit or by decode. That is a property of `numerics.paged_attention_batch`; this module only
+says where the rows are.
 
 Page layout: [pages, key-value heads, page size, 2 * head_dim], keys before values.
 """

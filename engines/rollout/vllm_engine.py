@@ -360,7 +360,15 @@ def _check_supported(config: Any) -> None:
             "differ; supported: default"
         )
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    head_dim = facts_of(config).head_dim
+    facts = facts_of(config)
+    head_dim = facts.head_dim
+    # vLLM's Qwen2 never reads head_dim; Llama's does.
+    implied = facts.hidden_size // facts.num_attention_heads
+    if config.model_type == "qwen2" and head_dim != implied:
+        raise UnsupportedError(
+            f"head_dim={head_dim}, but vLLM's Qwen2 always takes hidden_size / num_attention_heads "
+            f"= {implied}; the two would be different models"
+        )
     if head_dim not in sizes:
         raise UnsupportedError(
             f"head_dim={head_dim}: vLLM's CPU attention takes {', '.join(map(str, sizes))}; choose "

@@ -1,7 +1,7 @@
 """All trainer ranks as one trainer, seen from the driver.
 
-Invariant: every call goes to every rank with the same arguments, in one order, since each of them is a
-collective; rank 0 answers. No result depends on the number of ranks. Imports no torch.
+Invariant: every call goes to every rank with the same arguments, in one order, since each of them
+is a collective; rank 0 answers. No result depends on the number of ranks. Imports no torch.
 
     trainer = TrainerGroup(handles, spec)
     root = trainer.score(samples)
@@ -70,7 +70,7 @@ class TrainerGroup:
         gather(created, what="start of the trainer")
 
     def score(self, samples: Sequence[TrainSample], *, flip: Flip | None = None) -> str:
-        """Score all samples at the current weights; return only the root digest of the log-probs."""
+        """Score all samples at the current weights; return the root digest of log-probs."""
         root: str = self._all("score", list(samples), flip=flip)[0]
         return root
 
@@ -153,7 +153,7 @@ class TrainerGroup:
         return state
 
     def environment(self) -> dict[str, Any]:
-        """What rank 0's process really has; the ranks must agree about everything that decides bits."""
+        """What rank 0's process really has; ranks must agree on what decides bits."""
         environments = self._all("environment")
         for rank, other in enumerate(environments):
             different = sorted(

@@ -4,12 +4,11 @@ Invariants: a token's terms depend on that token alone; the denominators are con
 update, known before any rank begins; sums over tokens and samples are exactly rounded. So neither
 packing nor the number of ranks can be seen in the loss, its gradient or a metric.
 
-The *old* log-probs are the trainer's own score at the sampling weights. The rollout's log-probs never
-enter: there is no mismatch to correct, and what differs is a bug that the gate must show.
+The *old* log-probs are the trainer's own score at the sampling weights. The rollout's log-probs
+never enter: there is no mismatch to correct, and what differs is a bug that the gate must show.
 
-    totals = UpdateTotals.of(samples)
-    terms = token_terms(logprobs, entropy, old=old, advantages=advantages, reference=None, loss=loss)
-    loss = slot_loss(terms, weights)
+    totals = UpdateTotals.of(samples) terms = token_terms(logprobs, entropy, old=old,
+    advantages=advantages, reference=None, loss=loss) loss = slot_loss(terms, weights)
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ def token_terms(
 
     pg is the clipped objective of GRPO (arXiv 2402.03300, equation 3) with DAPO's separate upper
     bound (arXiv 2503.14476, equation 8). kl estimates KL(policy || reference) from d = lp - ref:
-    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, clamped to [-10, 10] (Schulman 2020; GRPO's equation 4
-    is k3). Without a reference kl is zero.
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, clamped to [-10, 10] (Schulman 2020; GRPO's
+    equation 4 is k3). Without a reference kl is zero.
 
     Args:
         logprobs: lp, float32 [T], of the chosen tokens at the current weights.
@@ -111,7 +110,7 @@ def token_terms(
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     is_clipped = clipped > unclipped
-    # `where` rather than `max`: at a tie, which every first update is, max would split the gradient.
+    # `where`, not `max`: at a tie, which every first update is, max would split the gradient.
     policy = torch.where(is_clipped, clipped, unclipped)
     total = policy
     divergence = torch.zeros_like(logprobs)
@@ -196,9 +195,9 @@ def exact_sum(values: torch.Tensor) -> float:
 def update_metrics(figures: Sequence[SampleFigures]) -> dict[str, float]:
     """Return `train/<name>` for all samples of an update, whatever their order.
 
-    `train/ratio_max` is over all tokens that count; `train/rescore_mismatches` is the number of tokens
-    whose log-prob in the training forward is not bitwise the scored one (zero at the sampling
-    weights).
+    `train/ratio_max` is over all tokens that count; `train/rescore_mismatches` is the number of
+    tokens whose log-prob in the training forward is not bitwise the scored one (zero at the
+    sampling weights).
     """
     metrics = {
         f"train/{name}": math.fsum(figure.figures[name] for figure in figures) for name in METRICS

@@ -1,9 +1,9 @@
 """How gradients are summed over slots, measured and clipped, whatever the number of ranks.
 
-The gradient of an update is an expression: the balanced binary tree over its slots, in float32. Rank r
-takes slots r, r + n, r + 2n, ...; `TreeReduceScatter` adds the n slots of a round in rank order as a
-subtree, `BinaryCounter` adds the rounds as the tree above it. Invariant: for any power of two n that
-divides the number of slots the additions are the same ones, so the bits are.
+The gradient of an update is an expression: the balanced binary tree over its slots, in float32.
+Rank r takes slots r, r + n, r + 2n, ...; `TreeReduceScatter` adds the n slots of a round in rank
+order as a subtree, `BinaryCounter` adds the rounds as the tree above it. Invariant: for any power
+of two n that divides the number of slots the additions are the same ones, so the bits are.
 
     counter = BinaryCounter()
     for slot in rounds:
@@ -86,7 +86,8 @@ class BinaryCounter:
         """Return the sum and start afresh.
 
         Raises:
-            ValueError: The number of lists was not a power of two, so that the tree is not complete.
+            ValueError: The number of lists was not a power of two, so that the tree is not
+                complete.
         """
         if len(self._partial) != 1:
             raise ValueError(
@@ -102,8 +103,8 @@ def total_norm(row_squares: Sequence[torch.Tensor]) -> float:
     """Return the float64 Euclidean norm over all parameters.
 
     Args:
-        row_squares: Per parameter, in one fixed order, the float64 [rows] sums of squares of all its
-            rows in row order (`numerics.row_square_sums`), gathered from the ranks.
+        row_squares: Per parameter, in one fixed order, the float64 [rows] sums of squares of all
+            its rows in row order (`numerics.row_square_sums`), gathered from the ranks.
     """
     return math.sqrt(float(numerics.ordered_sum(torch.cat(list(row_squares)))))
 

@@ -1,9 +1,9 @@
 """Which samples form a slot, and how a slot is laid out in rows.
 
-A slot is the unit of backward. Invariant: slots are a pure function of the samples' order and of the
-spec, never of ranks; inside a slot each sequence begins at a multiple of 64 rows and is padded with
-zero rows to the next one, so that the fixed 64-row blocks of the weight gradient are aligned to
-sequences whatever is packed together.
+A slot is the unit of backward. Invariant: slots are a pure function of the samples' order and of
+the spec, never of ranks; inside a slot each sequence begins at a multiple of 64 rows and is padded
+with zero rows to the next one, so that the fixed 64-row blocks of the weight gradient are aligned
+to sequences whatever is packed together.
 
     for indices in plan_slots(len(samples), num_slots=spec.reduction.slots):
         slot = pack_slot([samples[index] for index in indices])

@@ -128,6 +128,13 @@ def test_other_files_stay_behind_and_the_source_is_not_changed(tmp_path: Path) -
     assert {file.name: file.read_bytes() for file in source.iterdir()} == before
 
 
+def test_a_source_that_is_rewritten_in_place_does_not_reach_the_copy(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "source", MODEL)
+    folder = download_model(_at(tmp_path / "source").model, tmp_path / "model").folder
+    write_tiny_model(tmp_path / "source", MODEL, seed=1)
+    verify_download(folder)
+
+
 def test_a_missing_shard_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     source = _sharded(tmp_path / "source")
     (source / "model-00002-of-00002.safetensors").unlink()
@@ -182,7 +189,7 @@ def test_an_index_that_does_not_match_its_shards_is_refused(tmp_path: Path) -> N
 def test_a_model_of_another_shape_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     source = tmp_path / "source"
     write_tiny_model(source, MODEL.model_copy(update={"num_layers": 3}))
-    with pytest.raises(SpecError, match="num_layers: spec 2, config.json 3"):
+    with pytest.raises(SpecError, match=r"num_layers: spec 2, config\.json 3"):
         download_model(_at(source).model, tmp_path / "model")
     assert [item.name for item in tmp_path.iterdir()] == ["source"]
 

@@ -96,7 +96,9 @@ def test_gsm8k_rows_are_mapped_by_the_template(model_dir: str, tmp_path: Path) -
 
 
 def test_a_row_without_its_fields_is_refused(model_dir: str, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="train-0: data.format=gsm8k needs question and answer"):
+    with pytest.raises(
+        ArtifactError, match=r"train-0: data\.format=gsm8k needs question and answer"
+    ):
         _build(model_dir, tmp_path, ROWS, format="gsm8k")
     with pytest.raises(ArtifactError, match="no '####'"):
         gsm8k_label("42", where="row")

@@ -1,7 +1,7 @@
 """One rank = two ranks = a resumed run, bit for bit, in float32 and bfloat16.
 
-This module is also the program of one rank: `python <this file> RANK WORLD_SIZE JOBS.json` runs the jobs in
-a process of its own, which makes every resumed job a resume in a fresh process.
+This module is also the program of one rank: `python <this file> RANK WORLD_SIZE JOBS.json` runs
+the jobs in a process of its own, which makes every resumed job a resume in a fresh process.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def run_job(job: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
 def job(folder: Path, dtype: str, name: str, steps: list[int], **paths: Path) -> dict[str, Any]:
     return {
         "name": str(folder / f"{dtype}-{name}"),
-        "spec": str(folder / f"spec-{'stock' if name == 'stock' else dtype}.json"),
+        "spec": str(folder / f"spec-{name if 'stock' in name else dtype}.json"),
         "dcp": str(folder / "dcp"),
         "steps": steps,
         "load": str(paths["load"]) if "load" in paths else None,
@@ -177,10 +177,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     convert_hf_to_dcp(folder / "hf", folder / "dcp", MODEL)
     for dtype in ("float32", "bfloat16"):
         (folder / f"spec-{dtype}.json").write_text(make_spec(dtype).model_dump_json())
-    stock = make_spec("float32", ranks=2, stock=True)
-    (folder / "spec-stock.json").write_text(stock.model_dump_json())
+    for ranks in (1, 2):
+        stock = make_spec("float32", ranks=ranks, stock=True)
+        (folder / f"spec-stock-{ranks}.json").write_text(stock.model_dump_json())
     logs: dict[str, dict[str, Any]] = {}
-    two: list[dict[str, Any]] = [job(folder, "float32", "stock", [1])]
+    logs["float32-stock-1"] = run_job(job(folder, "float32", "stock-1", [1]), 0, 1)
+    two: list[dict[str, Any]] = [job(folder, "float32", "stock-2", [1])]
     for dtype in ("float32", "bfloat16"):
         one = job(folder, dtype, "one", [1, 2, 3, 4], save=folder / f"{dtype}-by-one")
         logs[f"{dtype}-one"] = run_job(one, 0, 1)
@@ -217,14 +219,14 @@ def test_resumed_run_on_another_number_of_ranks_goes_on_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_stock_reduction_adds_in_another_order_and_so_gives_other_gradients(
-    runs: dict[str, Any],
-) -> None:
-    tree, stock = runs["float32-one"]["1.0"], runs["float32-stock"]["1.0"]
-    assert stock["train_logprobs"] == tree["train_logprobs"]
-    assert stock["loss"] == tree["loss"]
-    assert stock["grads"] != tree["grads"]
-    norms = [float.fromhex(log["metrics"]["train/grad_norm"]) for log in (tree, stock)]
+def test_under_the_stock_reduction_the_number_of_ranks_decides_bits(runs: dict[str, Any]) -> None:
+    """One rank adds ((a + b) + c) + d, two ranks add (a + b) + (c + d), which the tree does too."""
+    one, two = runs["float32-stock-1"]["1.0"], runs["float32-stock-2"]["1.0"]
+    assert one["train_logprobs"] == two["train_logprobs"]
+    assert one["loss"] == two["loss"]
+    assert one["grads"] != two["grads"]
+    assert two["grads"] == runs["float32-one"]["1.0"]["grads"]
+    norms = [float.fromhex(log["metrics"]["train/grad_norm"]) for log in (one, two)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 

@@ -96,8 +96,8 @@ def test_a_sample_without_a_column_is_refused_by_name() -> None:
 def test_a_sample_that_was_drawn_again_replaces_the_first(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     rows = [{"request_id": name, "reward": reward} for name, reward in (("1/p/0", 1), ("2/p/0", 2))]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[1] | {"reward": 3}]))
-    assert newest_samples(path) == [rows[0], {"request_id": "2/p/0", "reward": 3}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | {"reward": 3}]))
+    assert newest_samples(path) == [rows[1], {"request_id": "1/p/0", "reward": 3}]
 
 
 def test_a_verdict_that_compared_nothing_has_no_points() -> None:

@@ -265,8 +265,9 @@ def test_two_legs_are_children_of_one_parent_and_carry_tags(tmp_path: Path, uri:
 
 def test_a_verdict_is_counted_once_however_often_it_is_sent(tmp_path: Path, uri: str) -> None:
     run_dir = make_run(tmp_path, "verdict", steps=3)
-    write_verdict(run_dir, "Identical")
-    for _ in range(2):
+    for second in (1, 2):
+        write_verdict(run_dir, "Identical")
+        os.utime(run_dir / "verdict.json", (second, second))
         tracked = sync(run_dir, tracking_uri=uri, experiment="e")
     points = client_of(uri).get_metric_history(tracked.run_id, "repro/identical")
     assert sorted((point.step, point.value) for point in points) == [(1, 1.0), (2, 1.0), (3, 1.0)]

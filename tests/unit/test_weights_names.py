@@ -128,7 +128,7 @@ def test_a_packed_matrix_is_refused_by_name() -> None:
 def test_an_unknown_model_type_lists_the_known_ones() -> None:
     from transformers import GPT2Config
 
-    with pytest.raises(UnsupportedError, match="'gpt2'.*llama, qwen2"):
+    with pytest.raises(UnsupportedError, match=r"'gpt2'.*llama, qwen2"):
         facts_of(GPT2Config())
 
 

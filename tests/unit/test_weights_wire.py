@@ -51,7 +51,7 @@ def test_a_bucket_holds_at_most_its_size_and_a_larger_tensor_alone() -> None:
 def test_a_truncated_tensor_is_refused() -> None:
     (bucket,) = pack([("w", torch.ones(3, 4))], bucket_mib=1)
     torn = replace(bucket[0], data=bucket[0].data[:-4])
-    with pytest.raises(EngineError, match="w: 44 bytes arrived.*needs 48"):
+    with pytest.raises(EngineError, match=r"w: 44 bytes arrived.*needs 48"):
         list(unpack((torn,)))
 
 

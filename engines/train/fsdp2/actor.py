@@ -1,9 +1,9 @@
 """One rank of the FSDP2 trainer; made by `engines.host.Host` in a process of its own.
 
-Every public method but `scores` is a collective: all ranks call it with the same arguments, in the same
-order, and `engines.train.group.TrainerGroup` sees to that. Invariants: no result depends on the number
-of ranks (under the tree reduction); what is digested is the live value that is then used; the
-trainer is never shown the rollout's log-probs.
+Every public method but `scores` is a collective: all ranks call it with the same arguments, in the
+same order, and `engines.train.group.TrainerGroup` sees to that. Invariants: no result depends on
+the number of ranks (under the tree reduction); what is digested is the live value that is then
+used; the trainer is never shown the rollout's log-probs.
 
     trainer = Fsdp2Trainer(spec_json, dcp_dir=folder, rank=0, world_size=1, rendezvous="file://...")
     root = trainer.score(samples)
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,10 @@ import torch
 import torch.distributed as dist
 
 from engines import numerics
-from engines.checkpoint.dcp import CheckpointMeta, read_meta, read_tensors, write_checkpoint
 from engines.contracts import Flip, TrainSample, UpdateRecord
 from engines.environment import apply_torch_determinism, read_back
 from engines.faults import choose_name, flip_bit, flip_float32
 from engines.provenance.digest import digest_array, digest_floats, digest_json, root_digest
-from engines.provenance.fence import Fence
 from engines.provenance.tensor_digest import digest_tensor
 from engines.train.advantages import round_to_float32
 from engines.train.fsdp2.evidence import flip_shard, keep_shards, keep_tensors
@@ -38,13 +35,13 @@ from engines.train.fsdp2.reference import Reference
 from engines.train.fsdp2.sharding import (
     Shard,
     all_objects,
-    distributed,
     gathered,
     join,
     merged_digests,
     parameter_shards,
     shard_model,
 )
+from engines.train.fsdp2.state import TrainingState
 from engines.train.grpo import (
     SampleFigures,
     UpdateTotals,
@@ -57,7 +54,7 @@ from engines.train.lr_schedule import learning_rate
 from engines.train.reduction import BinaryCounter, clip_coefficient, total_norm
 from engines.train.slots import pack_slot, plan_slots
 from engines.weights.wire import pack
-from model_specs.errors import CheckpointError, EngineError
+from model_specs.errors import EngineError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.run_spec import RunSpec, TreeReduction
 
@@ -105,8 +102,14 @@ class Fsdp2Trainer:
         )
         self._shards = parameter_shards(self._model)
         self._optimizer = ShardedAdamW(self._shards, self.spec.optimizer)
-        self._initial_dir = Path(dcp_dir).resolve()
-        self._load_initial()
+        self._state = TrainingState(
+            self._shards,
+            self._optimizer,
+            initial_dir=dcp_dir,
+            trajectory=trajectory_fingerprint(self.spec),
+        )
+        self._state.load_initial()
+        self._last_weights = self.weight_digests()
         self._reference = (
             Reference(self._shards, compute_dtype=self._compute_dtype)
             if self.spec.loss.reference
@@ -144,7 +147,7 @@ class Fsdp2Trainer:
         return {name: tuple(row.tolist()) for name, row in self._scores.items()}
 
     def reference_scores(self) -> dict[str, tuple[float, ...]]:
-        """Request id -> log-probs of the last scored samples under the reference; {} without one."""
+        """Request id -> log-probs under the reference; empty where none is held."""
         return {name: tuple(row.tolist()) for name, row in self._reference_scores.items()}
 
     def _score_all(self, samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
@@ -196,8 +199,8 @@ class Fsdp2Trainer:
             flip_bit(norm, flip.element, flip.bit)
         digests["grad_norm"] = {"grad_norm": digest_array("grad_norm", norm)}
         rate = self._step(gradients, float(norm[0]), num_samples=len(samples))
-        self._progress_step = step
-        moments = self._optimizer.named_moments(self._shards)
+        self._state.step = step
+        moments = self._state.moments()
         for probe, shards in (("optimizer", moments), ("weights", self._shards)):
             if flip is not None and flip.probe == probe:
                 flip_shard(shards, flip)
@@ -220,7 +223,7 @@ class Fsdp2Trainer:
     def _gradients(
         self, samples: Sequence[TrainSample]
     ) -> tuple[dict[str, Shard], list[SampleFigures]]:
-        """Run every slot of this rank; return reduced gradients and all samples' figures in order."""
+        """Run this rank's slots; return reduced gradients and all samples' figures in order."""
         totals = UpdateTotals.of(samples)
         slots = plan_slots(len(samples), num_slots=self.spec.reduction.slots)
         counter = BinaryCounter()
@@ -282,8 +285,9 @@ class Fsdp2Trainer:
             if row is None or len(row) != len(sample.token_ids):
                 found = "none" if row is None else f"{len(row)} log-probs"
                 raise EngineError(
-                    f"{sample.request_id}: {len(sample.token_ids)} tokens are to be trained on, but "
-                    f"the last score() has {found}; score the samples of a step before its updates"
+                    f"{sample.request_id}: {len(sample.token_ids)} tokens are to be trained on, "
+                    f"but the last score() has {found}; score the samples of a step before its "
+                    "updates"
                 )
             rows.append(row)
         return torch.cat(rows)
@@ -307,8 +311,9 @@ class Fsdp2Trainer:
         if update == 0 and mismatches and not self._scores_were_flipped:
             worst = next(figure for figure in figures if figure.rescore_mismatches)
             raise EngineError(
-                f"the training forward differs from the score at the same weights on {mismatches:.0f} "
-                f"tokens, first in {worst.request_id}: an op depends on the packing or on gradients"
+                "the training forward differs from the score at the same weights on "
+                f"{mismatches:.0f} tokens, first in {worst.request_id}: an op depends on the "
+                "packing or on gradients"
             )
         losses = {f.request_id: f.figures["loss"] for f in figures}
         for name, value in losses.items():
@@ -341,9 +346,9 @@ class Fsdp2Trainer:
         if coefficient < 1:
             for shard in gradients.values():
                 shard.local.mul_(round_to_float32(coefficient))
-        self._samples_consumed += num_samples
+        self._state.samples_consumed += num_samples
         rate = learning_rate(
-            self._samples_consumed, optimizer=self.spec.optimizer, schedule=self.spec.schedule
+            self._state.samples_consumed, optimizer=self.spec.optimizer, schedule=self.spec.schedule
         )
         self._optimizer.step(
             self._shards,
@@ -362,7 +367,7 @@ class Fsdp2Trainer:
     def send(
         self, *, version: int, flip: Flip | None = None, keep_to: str | None = None
     ) -> tuple[list[Any], dict[str, str]]:
-        """Cast to the wire dtype; return references to buckets (rank 0 only), and name -> digest."""
+        """Cast to the wire dtype; return references to buckets (of rank 0), name -> digest."""
         chosen = (
             choose_name(self._shards, flip) if flip is not None and flip.probe == "sent" else None
         )
@@ -392,92 +397,25 @@ class Fsdp2Trainer:
 
     def weight_digests(self) -> dict[str, str]:
         """Name -> digest of the live float32 masters."""
-        return merged_digests(self._shards)
+        return self._state.weight_digests()
 
     def state_digest(self) -> str:
-        """Digest weights, optimizer state and progress.
-
-        Before the first update it is the root of the weights' digests alone, which is known of a
-        converted folder too.
-        """
-        digests = self.weight_digests()
-        if self._optimizer.num_steps:
-            moments = merged_digests(self._optimizer.named_moments(self._shards))
-            digests |= {f"optimizer.{name}": digest for name, digest in moments.items()}
-            digests["progress"] = digest_json(self._progress())
-        return root_digest(digests)
-
-    def _progress(self) -> dict[str, int]:
-        return {
-            "step": self._progress_step,
-            "updates": self._optimizer.num_steps,
-            "samples_consumed": self._samples_consumed,
-        }
-
-    def _state_tensors(self) -> dict[str, torch.Tensor]:
-        """Flat checkpoint key -> live tensor; the progress is a copy."""
-        tensors: dict[str, torch.Tensor] = {
-            f"model.{name}": shard.sharded for name, shard in self._shards.items()
-        }
-        for name, shard in self._optimizer.named_moments(self._shards).items():
-            tensors[f"optimizer.{name}"] = distributed(shard, shard.local)
-        for name, value in self._progress().items():
-            tensors[f"progress.{name}"] = torch.tensor(value, dtype=torch.int64)
-        return tensors
+        """Digest of weights, optimizer state and progress; see `TrainingState.digest`."""
+        return self._state.digest()
 
     def load(self, path: str) -> None:
-        """Load a checkpoint of this trajectory, or the run's initial folder.
-
-        Raises:
-            CheckpointError: Torn, foreign, damaged, or not the state its meta names; the trainer
-                must not be used any more in the last two cases.
-        """
+        """Load a checkpoint of this trajectory, or the run's initial folder."""
         self._scores, self._reference_scores = {}, {}
-        if Path(path).resolve() == self._initial_dir:
-            self._load_initial()
-            return
-        meta = read_meta(path, trajectory=trajectory_fingerprint(self.spec))
-        tensors = self._state_tensors()
-        read_tensors(path, tensors)
-        self._progress_step = int(tensors["progress.step"])
-        self._samples_consumed = int(tensors["progress.samples_consumed"])
-        self._optimizer.num_steps = int(tensors["progress.updates"])
-        found = self.state_digest()
-        if found != meta.state_digest:
-            raise CheckpointError(
-                f"{path} says it holds state {meta.state_digest}, but its tensors have {found}; "
-                "it was damaged after it was written: resume from an older one"
-            )
-        self._last_weights = self.weight_digests()
-
-    def _load_initial(self) -> None:
-        read_tensors(
-            self._initial_dir,
-            {f"model.{name}": shard.sharded for name, shard in self._shards.items()},
-        )
-        self._optimizer.reset()
-        self._progress_step = 0
-        self._samples_consumed = 0
+        self._state.load(path)
         self._last_weights = self.weight_digests()
 
     def save(
         self, path: str, *, chain_digest: str, attempt: int, run_folder: str | None = None
     ) -> str:
         """Write, verify and commit a checkpoint; return its state digest."""
-        state = self.state_digest()
-        write_checkpoint(
-            path,
-            self._state_tensors(),
-            meta=CheckpointMeta(
-                trajectory=trajectory_fingerprint(self.spec),
-                state_digest=state,
-                chain_digest=chain_digest,
-                attempt=attempt,
-                **self._progress(),
-            ),
-            fence=None if run_folder is None else Fence(run_folder, attempt),
+        return self._state.save(
+            path, chain_digest=chain_digest, attempt=attempt, run_folder=run_folder
         )
-        return state
 
     # -- evidence
 
@@ -489,7 +427,7 @@ class Fsdp2Trainer:
         return {**environment, "ambient": ambient}
 
     def audit(self) -> tuple[str, ...]:
-        """Names of the ops outside of the shared ones in one forward; EngineError if one is not exact."""
+        """Names of ops outside of the shared ones in one forward; EngineError if not exact."""
         tokens = tuple(index % self.spec.model.vocab_size for index in range(8))
         samples = [
             TrainSample(request_id=str(count), prompt_token_ids=tokens[:count], token_ids=tokens)

@@ -1,9 +1,9 @@
 """A transformers causal LM whose forward runs on the shared ops, over one packed slot.
 
-The classes, parameters and state-dict names stay transformers' own; only `forward` of the instances is
-replaced, so that FSDP2's hooks on layers and root work as ever. Invariant: every op that rounds
-is one of `engines.numerics`; what runs beside them moves or reshapes values exactly, and
-`audit` proves that over a real forward.
+The classes, parameters and state-dict names stay transformers' own; only `forward` of the
+instances is replaced, so that FSDP2's hooks on layers and root work as ever. Invariant: every op
+that rounds is one of `engines.numerics`; what runs beside them moves or reshapes values exactly,
+and `audit` proves that over a real forward.
 
     model = build_model(spec.model)
     share_forward(model, spec.model, temperature=spec.sampling.temperature)
@@ -102,8 +102,8 @@ def build_model(spec: ModelSpec) -> torch.nn.Module:
 def share_forward(model: torch.nn.Module, spec: ModelSpec, *, temperature: float) -> None:
     """Replace the forwards of `model` and its parts, in place.
 
-    Afterwards `model(slot)` returns (log-probs, entropy), float32 [T] each: of the completion tokens of
-    all sequences in order, under softmax(logits / temperature).
+    Afterwards `model(slot)` returns (log-probs, entropy), float32 [T] each: of the completion
+    tokens of all sequences in order, under softmax(logits / temperature).
     """
     inv_freq = numerics.rotary_inv_freq(spec.rope_theta, spec.head_dim)
     for layer in model.model.layers:
@@ -240,7 +240,7 @@ def audit(model: torch.nn.Module, slot: PackedSlot) -> tuple[str, ...]:
     if unknown:
         raise EngineError(
             f"the trainer's forward runs {', '.join(unknown)} outside of the shared ops; a result "
-            "of such an op may depend on the batch: route it through engines.numerics, or show that "
-            "it is exact and list it"
+            "of such an op may depend on the batch: route it through engines.numerics, or show "
+            "that it is exact and list it"
         )
     return tuple(sorted(outside.names))

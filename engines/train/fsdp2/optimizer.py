@@ -1,8 +1,8 @@
 """AdamW on the rows a rank owns, with its state in plain tensors.
 
-Invariant: an element's new value depends on that element alone, so sharding cannot be seen. The state
-is two float32 tensors a parameter and one count of steps: nothing is made lazily, so a checkpoint
-always has all of it.
+Invariant: an element's new value depends on that element alone, so sharding cannot be seen. The
+state is two float32 tensors a parameter and one count of steps: nothing is made lazily, so a
+checkpoint always has all of it.
 
     optimizer = ShardedAdamW(shards, spec.optimizer)
     optimizer.step(shards, gradients, learning_rate=1e-6)
@@ -43,8 +43,8 @@ class ShardedAdamW:
     ) -> None:
         """Update the live masters in place.
 
-        Weight decay applies to parameters of two dimensions and more, as in Megatron: norms and biases
-        are not decayed.
+        Weight decay applies to parameters of two dimensions and more, as in Megatron: norms and
+        biases are not decayed.
 
         Args:
             shards: Name -> live float32 rows.

@@ -126,7 +126,7 @@ def _row_offset(tensor: DTensor) -> int:
 
 
 def distributed(shard: Shard, local: torch.Tensor) -> DTensor:
-    """Return `local` (same rows, any trailing shape) as a distributed tensor of the shard's layout."""
+    """Return `local` (same rows, any trailing shape) as a tensor of the shard's layout."""
     shape = (shard.shape[0], *local.shape[1:])
     return DTensor.from_local(
         local,

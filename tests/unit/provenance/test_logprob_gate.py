@@ -1,4 +1,4 @@
-"""Laws of the log-prob gate: bits, not closeness; red by name; vacuous when nothing was at stake."""
+"""Laws of the log-prob gate: bits, not closeness; red by name; vacuous with nothing at stake."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_nan_or_an_infinity_on_any_side_is_misaligned(value: float, sides: str
     step_gate = compare_logprobs(1, drawn, scores)
     assert step_gate.num_nonfinite == 1
     assert step_gate.num_exact == 4
-    assert not step_gate.max_abs_diff == 0.0
+    assert step_gate.max_abs_diff != 0.0
     assert step_gate.worst is not None
     assert (step_gate.worst.request_id, step_gate.worst.position) == ("1/p0/0", 1)
     assert judged(step_gate) is Verdict.MISALIGNED

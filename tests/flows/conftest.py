@@ -1,0 +1,97 @@
+"""Real engines, started once: a runner that executes many small legs on one open session."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engines.contracts import ArtifactRef, Flip
+from engines.gates.logprobs import LogprobGate
+from engines.provenance.ledger import Ledger, read_ledger
+from engines.runs import new_run
+from model_specs.overrides import apply_overrides
+from model_specs.registry import load_recipe
+from model_specs.run_spec import RunSpec
+from tasks import convert, download, gates, session, train
+
+
+@dataclasses.dataclass(kw_only=True)
+class Runner:
+    """Runs legs of a few steps, each in a folder of its own, on engines that are already up."""
+
+    opened: session.LegSession
+    weights: ArtifactRef
+    names: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    @contextmanager
+    def leg(self, *overrides: str, flip: Flip | None = None) -> Iterator[session.LegSession]:
+        """A fresh leg; overrides may only change what the driver decides (seeds, loss, plan)."""
+        leg = f"leg{next(self.names)}"
+        folder = self.opened.run_dir / leg
+        folder.mkdir()
+        sibling = dataclasses.replace(
+            self.opened,
+            name=f"{self.opened.name}-{leg}",
+            leg=leg,
+            spec=apply_overrides(self.opened.spec, overrides),
+            flip=flip,
+            gates={},
+            unequal_pushes=[],
+            gate=LogprobGate(),
+            groups_with_variance=0,
+            changed_weights=0,
+            max_grad_norm=0.0,
+        )
+        session._OPEN[sibling.name] = sibling
+        try:
+            yield sibling
+        finally:
+            del session._OPEN[sibling.name]
+
+    def run(self, *overrides: str, steps: int = 2, flip: Flip | None = None) -> Path:
+        """Run steps 1 to `steps` from the initial weights; returns the leg's folder."""
+        with self.leg(*overrides, flip=flip) as sibling:
+            train.train_segment.fn(sibling.name, self.weights, start_step=0, to_step=steps)
+            return sibling.folder
+
+
+@contextmanager
+def started(folder: Path, *overrides: str) -> Iterator[Runner]:
+    """Download, convert and start the engines of the tiny recipe."""
+    spec = apply_overrides(load_recipe("tiny_cpu"), overrides)
+    run = new_run(spec, folder)
+    with session.leg_session(spec, run_dir=run.folder, leg="a", fence=run.fence) as opened:
+        inputs = download.download.fn(opened.name)
+        weights = convert.convert.fn(opened.name, inputs.model)
+        train.start_engines.fn(opened.name, inputs.model, inputs.data, weights)
+        gates.preflight.fn(opened.name)
+        yield Runner(opened=opened, weights=weights)
+
+
+@pytest.fixture(scope="session")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """One session of the tiny recipe for all tests that only need some steps."""
+    with started(tmp_path_factory.mktemp("runs")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def reference(runner: Runner) -> Path:
+    """A leg of three steps without any fault."""
+    return runner.run(steps=3)
+
+
+@pytest.fixture(scope="session")
+def spec() -> RunSpec:
+    """The tiny recipe."""
+    return load_recipe("tiny_cpu")
+
+
+def ledger(folder: Path) -> Ledger:
+    """The ledger of a leg."""
+    return read_ledger(folder)
