@@ -35,8 +35,7 @@ _installed: list[str] = []
 
 
 def register() -> None:
-    """Install the shared ops in this process; nothing where it was not asked to, or on a second
-    call.
+    """Install the shared ops in this process, once, and only where it was asked to.
 
     Raises:
         UnsupportedError: The version of vLLM is not a tested one, a hook is missing, or there is no

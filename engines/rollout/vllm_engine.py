@@ -1,10 +1,8 @@
-"""One rollout engine: vLLM in its own process, on the shared ops (`aligned`) or on its own
-(`native`).
+"""One rollout engine: vLLM in its own process, on the shared ops or, as a control, on its own.
 
 Invariant (aligned): a sample is a function of weights, prompt, seed and sampling alone; batch,
 order, prefix cache and scheduling cannot be seen in it. Weights come from the trainer before the
-first sample; until then the engine refuses to draw. The native engine loads a folder and is only a
-control.
+first sample; until then the engine refuses to draw. A native engine loads a folder.
 
     engine = VllmEngine(model_dir, spec.model_dump_json(), engine_index=0)
     received = engine.receive(buckets, version=0)

@@ -67,8 +67,7 @@ def pack(
 
 
 def unpack(bucket: WireBucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (logical name, tensor) of a bucket; the tensors share its memory and must not be
-    written.
+    """Yield (logical name, tensor) of a bucket; tensors share its memory: do not write to them.
 
     Raises:
         EngineError: The number of bytes does not fit dtype and shape, or the dtype is unknown.

@@ -9,6 +9,7 @@ and `dtype`.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -110,10 +111,20 @@ def fact_differences(
     differences = [
         (field, getattr(spec, field), value)
         for field, value in facts.items()
-        if getattr(spec, field) != value
+        if not _same_fact(field, getattr(spec, field), value)
     ]
     named = {field for field, _, _ in differences}
     return differences + [refusal for refusal in refusals if refusal[0] not in named]
+
+
+def _same_fact(field: str, wanted: Any, found: Any) -> bool:
+    """Compare one fact; `rms_norm_eps` in float32, in which the shared op adds it.
+
+    Converted folders write it as 9.999999747378752e-06, the float32 nearest to 1e-05.
+    """
+    if field == "rms_norm_eps" and isinstance(wanted, float) and isinstance(found, float):
+        return struct.pack("<f", wanted) == struct.pack("<f", found)
+    return bool(wanted == found)
 
 
 def describe(differences: list[Difference], *, left: str) -> str:

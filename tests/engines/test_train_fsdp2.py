@@ -46,7 +46,12 @@ DTYPES = ("float32", "bfloat16")
 
 
 def make_spec(
-    dtype: str = "float32", *, model: ModelSpec = QWEN2, slots: int = 2, **loss: Any
+    dtype: str = "float32",
+    *,
+    model: ModelSpec = QWEN2,
+    slots: int = 2,
+    lr: float = 2e-3,
+    **loss: Any,
 ) -> RunSpec:
     return RunSpec(
         recipe="test",
@@ -55,7 +60,7 @@ def make_spec(
         sampling=SamplingSpec(samples_per_prompt=4, max_new_tokens=24, temperature=0.7),
         reward=RewardSpec(name="digits"),
         loss=LossSpec.model_validate({"reference": True, **loss}),
-        optimizer=OptimizerSpec(lr=2e-3, weight_decay=0.0, clip_grad=100.0),
+        optimizer=OptimizerSpec(lr=lr, weight_decay=0.0, clip_grad=100.0),
         reduction=TreeReduction(slots=slots),
         numerics=NumericsSpec.model_validate({"compute_dtype": dtype}),
         plan=PlanSpec(num_steps=4, checkpoint_every=2),
@@ -225,7 +230,8 @@ def plain_loss(
 def test_gradient_matches_unsharded_float64_transformers(
     model: ModelSpec, aggregation: str, start: Any
 ) -> None:
-    spec = make_spec(model=model, kl_coef=0.2, entropy_coef=0.05, aggregation=aggregation)
+    loss_spec = {"kl_coef": 0.2, "entropy_coef": 0.05, "aggregation": aggregation}
+    spec = make_spec(model=model, lr=2e-4, **loss_spec)  # k3 stays below its clamp
     samples = made_samples()
     samples[2] = TrainSample(
         request_id=samples[2].request_id,
@@ -242,7 +248,9 @@ def test_gradient_matches_unsharded_float64_transformers(
         expected.backward()
         gradients, figures = trainer._gradients(samples)
         loss = sum(figure.figures["loss"] for figure in figures)
-    assert loss == pytest.approx(float(expected), rel=1e-5)
+        clipped = sum(figure.figures["pg_clipfrac"] for figure in figures)
+    assert 0.0 < clipped < 1.0
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
     of_stock = dict(stock.named_parameters())
     assert set(gradients) == set(of_stock)
     for name, shard in gradients.items():
@@ -399,19 +407,19 @@ def test_kept_tensors_are_those_that_were_digested(start: Any, tmp_path: Path) -
 def test_reference_leaves_no_trace_also_when_scoring_fails(start: Any) -> None:
     samples = made_samples()
     with start(make_spec("bfloat16")) as trainer:
+        initial = trainer.weight_digests()
         trainer.score(samples)
         trainer.update(samples, step=1, update=0)
         before = trainer.state_digest()
         trainer.score(samples)
         assert trainer.state_digest() == before
-        with pytest.raises(RuntimeError), trainer._reference.swapped_in(trainer._shards):
-            assert trainer.weight_digests() != record_of(before)
+        with (
+            pytest.raises(RuntimeError, match="scoring failed"),
+            trainer._reference.swapped_in(trainer._shards),
+        ):
+            assert trainer.weight_digests() == initial
             raise RuntimeError("scoring failed")
         assert trainer.state_digest() == before
-
-
-def record_of(digest: str) -> dict[str, str]:
-    return {"state": digest}
 
 
 def test_audit_lists_exact_ops_only_and_refuses_a_stock_norm(start: Any) -> None:
