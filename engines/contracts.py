@@ -61,6 +61,8 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str
     label: str
+    metadata: str | None = None
+    """What the reward is given beside the label, as canonical JSON; None for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
     num_dropped_too_long: int
     digest: str
-    """Over ids, token ids and labels of all kept prompts."""
+    """Over ids, token ids, labels and metadata of all kept prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,8 @@ def apply_torch_determinism(threads: int) -> dict[str, Any]:
     torch.set_float32_matmul_precision("highest")
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(threads)
+    # Filling new tensors would cost a launch each; on CUDA the shared ops write all they allocate.
+    torch.utils.deterministic.fill_uninitialized_memory = not torch.cuda.is_available()
     found = torch_switches()
     wanted = {switch.name: switch.wanted for switch in DETERMINISM} | {"threads": threads}
     wrong = [

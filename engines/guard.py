@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,30 +61,61 @@ def marked_processes(token: str) -> list[psutil.Process]:
 
     Descendants count because a process that sets its title may overwrite its environment.
     """
-    found: dict[int, psutil.Process] = {}
+    parents: dict[int, int] = {}
+    living: dict[int, psutil.Process] = {}
+    members: set[int] = set()
     for process in psutil.process_iter():
         try:
+            parents[process.pid] = process.ppid()
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            living[process.pid] = process
             if process.environ().get(MARK) == token:
-                for member in (process, *process.children(recursive=True)):
-                    if member.status() != psutil.STATUS_ZOMBIE:
-                        found[member.pid] = member
+                members.add(process.pid)
         except psutil.Error:  # gone meanwhile, or another user's
             continue
-    found.pop(os.getpid(), None)
-    return list(found.values())
+    found = [living[pid] for pid in living if members.intersection(_line_of(pid, parents))]
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def _line_of(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
+    """Yield a process, its parent, and so on to the first one."""
+    seen = set()
+    while pid not in seen:
+        seen.add(pid)
+        yield pid
+        pid = parents.get(pid, pid)
 
 
 def end_marked(token: str) -> None:
-    """Ask all marked processes to end, then end them."""
+    """Ask all marked processes to end, then end them.
+
+    What was once found is followed by its process, for a descendant that does not carry the token
+    itself can no longer be found when its parent has ended before it.
+    """
+    found: set[psutil.Process] = set()
     for sign, patience in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, TERMINATE_S)):
-        for process in marked_processes(token):
+        for process in _still_there(found, token):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(sign)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
-            if not marked_processes(token):
+            if not _still_there(found, token):
                 return
             time.sleep(0.2)
+
+
+def _still_there(found: set[psutil.Process], token: str) -> list[psutil.Process]:
+    """Add what carries the token now, and return what of all that was found has not ended."""
+    found.update(marked_processes(token))
+    return [process for process in found if _has_not_ended(process)]
+
+
+def _has_not_ended(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def watch(read_end: int, token: str) -> None:

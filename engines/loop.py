@@ -32,7 +32,7 @@ from engines.data import prompt_order
 from engines.faults import choose_name, flip_float32, flip_int
 from engines.gates.logprobs import StepGate, compare_logprobs
 from engines.provenance.digest import digest_floats, digest_tokens
-from engines.rewards import score_samples
+from engines.rewards import metadata_of, score_samples
 from engines.seeds import derive_seed
 from engines.train.advantages import Advantages, group_advantages
 from model_specs.errors import SpecError
@@ -133,7 +133,8 @@ def _step(
     samples = _flip_samples(tuple(rollout.generate(requests)), flip)
     clock.lap("perf/generate_s")
     labels = {prompt.prompt_id: prompt.label for prompt in chosen}
-    rewards = _flip_values(score_samples(samples, labels, spec.reward), samples, flip, "rewards")
+    scored = score_samples(samples, labels, spec.reward, metadata=metadata_of(chosen))
+    rewards = _flip_values(scored, samples, flip, "rewards")
     advantages = _advantages(rewards, spec, step)
     advantage_values = _flip_values(advantages.values, samples, flip, "advantages")
     train_samples = _train_samples(samples, advantage_values, spec)

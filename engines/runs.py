@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ class Run:
 def new_run(spec: RunSpec, runs_dir: Path, *, run_id: str | None = None) -> Run:
     """Make a run folder named by time, recipe and fingerprint, and take its first attempt."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    name = run_id or f"{stamp}-{spec.recipe}-{trajectory_fingerprint(spec)[:6]}"
+    recipe = re.sub(r"[^\w.-]+", "-", spec.recipe)  # an own recipe is named FILE.py:function
+    name = run_id or f"{stamp}-{recipe}-{trajectory_fingerprint(spec)[:6]}"
     folder = RunFolder.create(runs_dir.resolve() / name, run_id=name)
     write_spec(folder.path, spec)
     return Run(folder=folder.path, fence=folder.new_attempt())

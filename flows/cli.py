@@ -21,6 +21,8 @@ app = App(
     name="lockstep",
     help="RL post-training that runs again bit for bit, with the proof attached.",
     version_flags=["--version"],
+    # `main` says that the run was cancelled, and how to go on.
+    suppress_keyboard_interrupt=False,
 )
 
 Set = Annotated[
@@ -65,7 +67,7 @@ def run(
     if dry_run:
         return dry.show_plan(recipe, set_, twin=twin, as_json=json)
     dry.check(recipe, set_, inject_flip)
-    prepare_process()
+    prepare_process(json)
     common = {"recipe": recipe, "overrides": set_, "runs_dir": str(runs_dir), "run_id": run_id}
     if twin:
         from flows.nightly import nightly
@@ -95,7 +97,7 @@ def resume(
         Leg to go on with.
     """
     name, step = parse_run_at_step(run)
-    prepare_process()
+    prepare_process(json)
     from flows.train import resume as resume_flow
 
     return finish(
@@ -160,8 +162,11 @@ def parse_run_at_step(text: str) -> tuple[str, int | None]:
     return name, int(step) if at else None
 
 
-def prepare_process() -> None:
-    """Switch telemetry off, mark this process for its guard, and route progress lines to stdout."""
+def prepare_process(as_json: bool) -> None:
+    """Switch telemetry off, mark this process for its guard, and route progress lines.
+
+    They go to stdout, or to stderr when stdout must hold one JSON object alone.
+    """
     from engines import guard
     from engines.environment import telemetry_off_env
 
@@ -172,7 +177,7 @@ def prepare_process() -> None:
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
     guard.start()
     logger = logging.getLogger("lockstep")
-    handler = logging.StreamHandler(sys.stdout)
+    handler = logging.StreamHandler(sys.stderr if as_json else sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -196,7 +201,9 @@ def main() -> None:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
-        print("cancelled", file=sys.stderr)
+        print(
+            "cancelled; `lockstep resume RUN` goes on from the newest checkpoint", file=sys.stderr
+        )
         code = CancelledError.exit_code
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -18,7 +18,8 @@ from engines.provenance.verdict import Verdict
 from engines.runs import legs, open_leg, open_run, read_json
 from model_specs.errors import LockstepError
 
-OUT = Console(highlight=False, soft_wrap=True)
+OUT = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+ERR = Console(highlight=False, soft_wrap=True, markup=False, emoji=False, stderr=True)
 
 
 def show_outcome(state: Any, *, as_json: bool) -> int:
@@ -29,7 +30,7 @@ def show_outcome(state: Any, *, as_json: bool) -> int:
     if not isinstance(details, Mapping):
         if isinstance(details, BaseException):
             traceback.print_exception(details)
-        OUT.print(f"The flow ended as {state.name}: {state.message}")
+        ERR.print(f"The flow ended as {state.name}: {state.message}")
         return 1
     folder = Path(details["folder"])
     if as_json:
@@ -44,7 +45,12 @@ def show_run(run: str, *, runs_dir: Path, as_json: bool) -> int:
     folder = open_run(run, runs_dir)
     path = folder / "verdict.json"
     if not path.is_file():
-        OUT.print(f"{folder.name}: no verdict yet; legs: {', '.join(legs(folder)) or 'none'}")
+        if as_json:
+            OUT.print_json(
+                json.dumps({"run_id": folder.name, "verdict": None, "legs": legs(folder)})
+            )
+        else:
+            OUT.print(f"{folder.name}: no verdict yet; legs: {', '.join(legs(folder)) or 'none'}")
         return Verdict.VACUOUS.exit_code
     details = read_json(path)
     if as_json:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from engines.faults import parse_flip
 from engines.provenance.verdict import Verdict
+from engines.train.registry import check_supported
 from model_specs.errors import SpecError
 from model_specs.fingerprint import flattened, plan_fingerprint, trajectory_fingerprint
 from model_specs.overrides import apply_overrides
@@ -18,8 +19,9 @@ from model_specs.run_spec import RunSpec
 
 
 def check(recipe: str, overrides: tuple[str, ...], inject_flip: str | None) -> RunSpec:
-    """Refuse a bad recipe, override or flip before anything is started."""
+    """Refuse a bad recipe, override or flip, and what no trainer does, before anything starts."""
     spec = apply_overrides(load_recipe(recipe), overrides)
+    check_supported(spec)
     if inject_flip is not None:
         flip = parse_flip(inject_flip)
         if not 1 <= flip.step <= spec.plan.num_steps:

@@ -9,7 +9,7 @@ from engines import runs
 from engines.contracts import Flip
 from engines.plan import segment_stops
 from engines.provenance.verdict import Verdict
-from model_specs.errors import CheckpointError, EngineError
+from model_specs.errors import CheckpointError, DivergedError, EngineError
 from model_specs.run_spec import RunSpec
 from tasks import checkpoint, convert, download, export, gates, tracking, train
 from tasks.compare import LegResult
@@ -29,11 +29,12 @@ def run_leg(
     """Run one leg to its gates; an engine failure is a verdict, so that the run can report it."""
     try:
         return _run_leg(spec, run, leg, resume_step=resume_step, flip=flip)
-    except EngineError as error:
+    except (EngineError, DivergedError) as error:
         logger.error("%s %s", leg, error)
+        diverged = isinstance(error, DivergedError)
         return LegResult(
             leg=leg,
-            verdict=Verdict.ENGINE_FAILURE,
+            verdict=Verdict.DIVERGED if diverged else Verdict.ENGINE_FAILURE,
             reason=str(error),
             chain_digest="",
             last_step=resume_step,

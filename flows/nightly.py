@@ -12,6 +12,7 @@ from prefect.states import State
 
 from engines import runs
 from engines.faults import parse_flip
+from engines.provenance.verdict import Verdict
 from engines.seeds import derive_seed
 from flows.conclusion import conclude
 from flows.legs import run_leg
@@ -43,6 +44,8 @@ def nightly(
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     leg_a = run_leg(spec, run, "a")
     leg_b = run_leg(shuffled(spec, "b"), run, "b", flip=flip)
+    if Verdict.ENGINE_FAILURE in (leg_a.verdict, leg_b.verdict):
+        return conclude(run, (leg_a, leg_b))  # A leg that was cut short may have no ledger.
     return conclude(run, (leg_a, leg_b), compare.compare_legs(run.folder, "a", "b"))
 
 

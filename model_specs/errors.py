@@ -27,6 +27,22 @@ class CheckpointError(SpecError):
     """A checkpoint is torn, foreign, or not the state that was asked for."""
 
 
+class DivergedError(LockstepError):
+    """Something that was computed twice came out differently.
+
+    Attributes:
+        probe: What was computed, by the name of its probe.
+        name: First sample or tensor that differs.
+    """
+
+    exit_code = 10
+
+    def __init__(self, message: str, *, probe: str = "", name: str = "") -> None:
+        super().__init__(message)
+        self.probe = probe
+        self.name = name
+
+
 class UnsupportedError(LockstepError):
     """A combination that the capability table refuses, by name."""
 

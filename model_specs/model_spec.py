@@ -12,7 +12,7 @@ from model_specs.base import Execution, Frozen
 class ModelSpec(Frozen):
     """A decoder-only language model of a known family."""
 
-    family: Literal["qwen2", "llama"]
+    family: Literal["qwen2", "llama", "qwen3"]
     path: Execution[str]
     """`generated:tiny`, a folder, or `hf://org/name@revision`; weights are identity by digest."""
     weights_digest: str | None = None
@@ -33,5 +33,7 @@ class ModelSpec(Frozen):
     rms_norm_eps: float = Field(gt=0)
     tie_word_embeddings: bool
     qkv_bias: bool
+    qk_norm: bool = False
+    """RMSNorm with a learned weight of `head_dim` on every query and key head, before the rope."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype in which the folder stores the weights."""

@@ -4,6 +4,15 @@ A value is read as JSON (`1e-3`, `true`, `null`, `["a"]`) and taken as plain tex
 or where the field holds text. All overrides are applied before anything is validated, so two fields
 that constrain each other can be changed together.
 
+What a value points to is looked up here, so that the spec is complete before anything starts:
+
+- `model.path=FOLDER` or `hf://org/name@revision` makes the model's facts those of its config.json.
+  A spec whose weights are known already (a run that is resumed) keeps its facts, and the folder is
+  checked against them.
+- `reward=my_pkg.mod:score` or `reward=FILE.py:score` is short for `reward.name=`; the digest of its
+  sources is filled in, and a spec that has another digest already is refused.
+- `data.chat_template=FILE` reads the file; a text that holds `{` is the template itself.
+
 Usage::
 
     apply_overrides(spec, ("optimizer.lr=1e-3", "seeds.root=2", "model.path=/models/smollm2"))
@@ -21,29 +30,49 @@ from pydantic import ValidationError
 
 from model_specs.base import Frozen
 from model_specs.errors import SpecError
+from model_specs.lookup import looked_up, own_model
 from model_specs.run_spec import RunSpec
 
 
 def apply_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """Return `spec` with each `dotted.key=value` applied, in order.
+    """Return `spec` with each `dotted.key=value` applied, in order, and looked up.
 
     Raises:
         SpecError: For text without `=`, an unknown key (with near names), a value of the wrong type
-            (with field and value), or a combination that the spec refuses.
+            (with field and value), a combination that the spec refuses, an unsupported model, or
+            own code that is not there or has changed.
+        ArtifactError: A model's config.json cannot be read.
     """
     known = _known_fields(RunSpec)
+    assignments = [_assignment(override, known) for override in overrides]
     values = spec.model_dump()
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        key = key.strip()
-        if not separator:
-            raise SpecError(f"override {override!r} is not of the form key=value")
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=4, cutoff=0.5)
-            listed = f"; near: {', '.join(near)}" if near else f"; top-level: {_top_level()}"
-            raise SpecError(f"override {override!r}: the spec has no field {key!r}{listed}")
-        _assign(values, key, _parsed(text, known[key]))
-    return _validated(values)
+    chosen = dict(assignments).get("model.path")
+    model = own_model(spec, chosen) if isinstance(chosen, str) else None
+    if model is not None:
+        values["model"] = model.model_dump()
+    for key, value in assignments:
+        if key == "reward.name" and value != values["reward"]["name"]:
+            kept = {name: values["reward"][name] for name in ("timeout_s", "format_credit")}
+            values["reward"] = {"name": value, **kept}
+        elif key == "model.path" and model is not None:
+            continue
+        else:
+            _assign(values, key, value)
+    return looked_up(_validated(values), is_new_source="data.source" in dict(assignments))
+
+
+def _assignment(override: str, known: dict[str, Any]) -> tuple[str, Any]:
+    key, separator, text = override.partition("=")
+    key = key.strip()
+    if not separator:
+        raise SpecError(f"override {override!r} is not of the form key=value")
+    if key == "reward" and not text.lstrip().startswith("{"):
+        key = "reward.name"
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=4, cutoff=0.5)
+        listed = f"; near: {', '.join(near)}" if near else f"; top-level: {_top_level()}"
+        raise SpecError(f"override {override!r}: the spec has no field {key!r}{listed}")
+    return key, _parsed(text, known[key])
 
 
 def _validated(values: dict[str, Any]) -> RunSpec:

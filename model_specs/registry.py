@@ -2,7 +2,9 @@
 
 Usage::
 
-    spec = load_recipe("tiny_cpu")
+    spec = load_recipe("tiny_cpu")                       # shipped
+    spec = load_recipe("my_recipe.py:recipe")            # own, or "my_pkg.mod:recipe"
+    model = model_from("/models/my-qwen2")               # the facts that its config.json states
     check_config(spec.model, json.loads(path.read_text()), where=str(path))
 """
 
@@ -14,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from model_specs.errors import SpecError
-from model_specs.families import llama, qwen2
+from model_specs.families import llama, qwen2, qwen3
 from model_specs.families.decoder import Difference, describe
 from model_specs.model_spec import ModelSpec
 from model_specs.run_spec import RunSpec
+from model_specs.sources import read_config
+from model_specs.user_code import load, locate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,12 @@ FAMILIES: dict[str, Family] = {
         from_config=llama.from_config,
         differences=llama.expected_config_differences,
     ),
+    "qwen3": Family(
+        model_type=qwen3.MODEL_TYPE,
+        architecture=qwen3.ARCHITECTURE,
+        from_config=qwen3.from_config,
+        differences=qwen3.expected_config_differences,
+    ),
 }
 
 RECIPES: dict[str, str] = {
@@ -55,16 +65,37 @@ RECIPES: dict[str, str] = {
 
 
 def load_recipe(name: str) -> RunSpec:
-    """Return the spec of a shipped recipe.
+    """Return the spec of a recipe: shipped, `my_pkg.mod:function` or `FILE.py:function`.
+
+    An own recipe is a function without parameters that returns a `RunSpec`; the spec is labelled
+    with its name and the digest of its sources.
 
     Raises:
-        SpecError: For an unknown name, listing the known ones.
+        SpecError: For an unknown name, listing the known ones, or an own recipe that cannot be
+            imported, raises, or returns something else.
     """
-    if name not in RECIPES:
-        raise SpecError(f"unknown recipe {name!r}; known recipes: {', '.join(sorted(RECIPES))}")
-    module_name, _, function = RECIPES[name].partition(":")
-    make: Callable[[], RunSpec] = getattr(importlib.import_module(module_name), function)
-    return make()
+    if name in RECIPES:
+        module_name, _, function = RECIPES[name].partition(":")
+        make: Callable[[], RunSpec] = getattr(importlib.import_module(module_name), function)
+        return make()
+    if ":" not in name:
+        raise SpecError(
+            f"unknown recipe {name!r}; known recipes: {', '.join(sorted(RECIPES))}; own recipes "
+            "are named FILE.py:function or my_pkg.mod:function"
+        )
+    code = locate(name)
+    function_of_user = load(code)
+    try:
+        spec = function_of_user()
+    except Exception as error:  # whatever the user's function raises
+        raise SpecError(
+            f"recipe {code.name} ({code.file}) raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(spec, RunSpec):
+        raise SpecError(
+            f"recipe {code.name} ({code.file}) returned a {type(spec).__name__}, not a RunSpec"
+        )
+    return spec.model_copy(update={"recipe": code.name, "recipe_digest": code.digest})
 
 
 def family_of(config: Mapping[str, Any], *, where: str = "config.json") -> Family:
@@ -84,6 +115,17 @@ def family_of(config: Mapping[str, Any], *, where: str = "config.json") -> Famil
 def spec_from_config(config: Mapping[str, Any], path: str) -> ModelSpec:
     """Return the `ModelSpec` that the parsed config.json of folder `path` describes."""
     return family_of(config, where=f"{path}/config.json").from_config(config, path)
+
+
+def model_from(source: str) -> ModelSpec:
+    """Return the `ModelSpec` of a folder or `hf://org/name@revision`, from its config.json.
+
+    Raises:
+        SpecError: The source is of no known form, or its model is not supported, with every reason.
+        ArtifactError: There is no readable config.json, or the hub cannot be reached.
+    """
+    path, config = read_config(source)
+    return spec_from_config(config, path)
 
 
 def check_config(spec: ModelSpec, config: Mapping[str, Any], *, where: str = "config.json") -> None:

@@ -7,40 +7,118 @@ comparable when their trajectories are equal; runs of unequal length on their co
 
 from __future__ import annotations
 
-from typing import Final, Literal
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
 from model_specs.base import Execution, Frozen
 from model_specs.errors import SpecError
+from model_specs.json_text import JsonObject, parsed
 from model_specs.model_spec import ModelSpec
+from model_specs.trainer_options import TrainerOptions
 
 SCHEMA_VERSION: Final = 1
 NUMERICS_VERSION = 1
 """Raised by every change that alters bits; see the Numerics section of CHANGELOG.md."""
 
+SHIPPED_REWARDS: Final = ("digits", "gsm8k", "math")
+"""Names of the rewards in `engines.rewards`."""
+
+RESERVED_TEMPLATE_ARGS: Final = frozenset(
+    {"messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
+    | {"continue_final_message", "conversation", "return_dict", "return_tensors", "strftime_now"}
+)
+"""Variables of a chat template that are not the user's to set."""
+
+_ROWS = re.compile(r"(?:-?\d+)?:(?:-?\d+)?")
+_ROWS_SUFFIX = re.compile(r"(?P<path>.*)@\[(?P<rows>[^\[\]]*)\]", re.DOTALL)
+
 
 class DataSpec(Frozen):
-    """Prompts and labels, and how a prompt is rendered."""
+    """Prompts and labels, how a row is read, and how a prompt is rendered."""
 
     source: Execution[str]
-    """`generated:arithmetic`, or a folder or .jsonl file; its content is identity by `digest`."""
+    """`generated:arithmetic`, a folder, or a .jsonl or .parquet file; its content is identity by
+    `digest`. `PATH@[a:b]` is read as `source=PATH`, `rows=a:b`."""
     split: str = "train"
-    """For a folder: the file `<split>.jsonl` in it."""
+    """For a folder: the file `<split>.jsonl` or `<split>.parquet` in it."""
+    rows: str | None = None
+    """Use only these rows of the file: `a:b` as in Python, negative bounds count from the end."""
     digest: str | None = None
     """SHA-256 of the file's bytes; None only until `resolve` has filled it in."""
-    format: Literal["messages", "gsm8k"] = "messages"
-    """`messages`: chat `messages` and `label`. `gsm8k`: `question`, `answer` and `template`."""
+    format: Literal["messages", "prompt", "gsm8k"] = "messages"
+    """`messages`: chat messages and label. `prompt`: one text and label, made into a user message
+    by `template`. `gsm8k`: `question`, `answer` and `template`; the label follows `####`."""
+    prompt_key: str | None = None
+    """format=prompt: the row's key of the text; None is `prompt`."""
+    messages_key: str | None = None
+    """format=messages: the row's key of the messages; None is `messages`."""
+    label_key: str | None = None
+    """format=messages or prompt: the row's key of the label; None is `label`."""
+    metadata_key: str | None = None
+    """The row's key of what the reward is given beside the label; None gives it nothing."""
     template: str = "{question}"
-    """User message made from a gsm8k row; `{question}` is replaced."""
+    """User message made from a prompt or gsm8k row; `{question}` is replaced by its text."""
     system_prompt: str | None = None
+    """Put in front of every prompt; refused where the messages have a system message already."""
+    chat_template: str | None = None
+    """Jinja text used instead of the model folder's own chat template."""
+    chat_template_args: JsonObject = "{}"
+    """Variables of the chat template, such as `{"enable_thinking": false}`."""
     prompt_ids: tuple[str, ...] = ()
     """Keep only these prompts, in this order; empty keeps all. Ids are `<split>-<row>`."""
+    duplicates: Literal["refuse", "keep"] = "refuse"
+    """Whether two rows may be rendered to the same prompt."""
     shuffle: bool = True
     """A fresh order each epoch from (seed, epoch); False keeps file order."""
     prompts_per_step: int = Field(ge=1)
+    last_batch: Literal["drop", "carry"] = "drop"
+    """Prompts that do not fill a step at the end of an epoch: left out of that epoch (others each
+    time when shuffled), or completed by the first prompts of the next epoch."""
     max_prompt_tokens: int = Field(ge=1)
-    """A longer prompt is dropped and counted."""
+    too_long: Literal["drop", "refuse"] = "drop"
+    """A longer prompt is dropped and counted, or the run is refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_rows_off_source(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not isinstance(values.get("source"), str):
+            return values
+        match = _ROWS_SUFFIX.fullmatch(values["source"])
+        if match is None:
+            return values
+        if values.get("rows") not in (None, match["rows"]):
+            raise ValueError(
+                f"data.source names rows {match['rows']}, but data.rows={values['rows']}; "
+                "give one of the two"
+            )
+        return {**values, "source": match["path"], "rows": match["rows"]}
+
+    @model_validator(mode="after")
+    def _keys_fit_format(self) -> DataSpec:
+        if self.rows is not None and _ROWS.fullmatch(self.rows) is None:
+            raise ValueError(
+                f"data.rows={self.rows!r} is not of the form a:b with whole numbers, each optional"
+            )
+        readers = {
+            "prompt_key": ("prompt",),
+            "messages_key": ("messages",),
+            "label_key": ("messages", "prompt"),
+        }
+        for name, formats in readers.items():
+            if getattr(self, name) is not None and self.format not in formats:
+                raise ValueError(
+                    f"data.{name}={getattr(self, name)!r} is read by data.format="
+                    f"{' or '.join(formats)}, but data.format={self.format}"
+                )
+        reserved = sorted(RESERVED_TEMPLATE_ARGS & parsed(self.chat_template_args).keys())
+        if reserved:
+            raise ValueError(
+                f"data.chat_template_args names {', '.join(reserved)}, which Lockstep sets itself"
+            )
+        return self
 
 
 class SamplingSpec(Frozen):
@@ -65,9 +143,39 @@ class SamplingSpec(Frozen):
 class RewardSpec(Frozen):
     """Which function scores a completion, with its declared options."""
 
-    name: Literal["gsm8k", "digits"]
+    name: str
+    """`digits`, `gsm8k`, `math`, or own code as `my_pkg.mod:function` or `FILE.py:function`."""
+    source: Execution[str | None] = None
+    """Own code: the file that was found for `name`; content is identity by `digest`."""
+    digest: str | None = None
+    """Own code: SHA-256 over its sources; None only until `resolve` has filled it in."""
+    options: JsonObject = "{}"
+    """Own code: what its function reads from `spec.options`."""
+    low: float = 0.0
+    """Smallest reward; a smaller one ends the run."""
+    high: float = 1.0
+    """Largest reward; a larger one ends the run."""
+    timeout_s: Execution[float] = Field(default=60.0, gt=0)
+    """A reward that takes longer ends the run; it never becomes a value."""
     format_credit: float = Field(default=0.0, ge=0, le=1)
     """gsm8k: credit for a well-formed final answer that is wrong."""
+
+    @property
+    def is_own_code(self) -> bool:
+        """Whether the user's own function scores, and not one of `SHIPPED_REWARDS`."""
+        return self.name not in SHIPPED_REWARDS
+
+    @model_validator(mode="after")
+    def _known_name(self) -> RewardSpec:
+        module, colon, function = self.name.partition(":")
+        if self.is_own_code and not (colon and module and function.isidentifier()):
+            raise ValueError(
+                f"unknown reward {self.name!r}; known rewards: {', '.join(SHIPPED_REWARDS)}; own "
+                "code is named my_pkg.mod:function or FILE.py:function"
+            )
+        if not self.low < self.high:
+            raise ValueError(f"reward.low={self.low} is not below reward.high={self.high}")
+        return self
 
 
 class LossSpec(Frozen):
@@ -81,7 +189,7 @@ class LossSpec(Frozen):
     reference: bool = False
     """Hold a reference model (the initial weights) and report KL to it even at coefficient 0."""
     aggregation: Literal["per_token", "per_sample"] = "per_token"
-    """`per_token`: sum over tokens / number of tokens of the update; `per_sample`: mean of those."""
+    """`per_token`: sum over tokens / tokens of the update; `per_sample`: mean of sample means."""
     advantage_eps: float = Field(default=1e-6, gt=0)
     normalize_std: bool = True
     advantage_transform: Literal["none", "shuffled", "sign_flipped"] = "none"
@@ -197,6 +305,8 @@ class RunSpec(Frozen):
     schema_version: Literal[1] = SCHEMA_VERSION
     recipe: Execution[str]
     """Name of the recipe this spec was made from; a label."""
+    recipe_digest: Execution[str | None] = None
+    """Own recipe: SHA-256 over its sources, for the record; what it returned is the identity."""
     model: ModelSpec
     data: DataSpec
     sampling: SamplingSpec
@@ -206,7 +316,9 @@ class RunSpec(Frozen):
     schedule: ScheduleSpec = ScheduleSpec()
     reduction: TreeReduction | StockReduction = Field(discriminator="kind")
     numerics: NumericsSpec = NumericsSpec()
-    trainer: Literal["fsdp2"] = "fsdp2"
+    trainer: Literal["fsdp2", "megatron"] = "fsdp2"
+    trainer_options: Execution[TrainerOptions] = TrainerOptions()
+    """None that is supported decides a bit; the others are refused before anything starts."""
     seeds: SeedSpec = SeedSpec()
     plan: PlanSpec
     execution: Execution[ExecutionSpec] = ExecutionSpec()
@@ -244,6 +356,12 @@ class RunSpec(Frozen):
                 f"sampling.top_p={self.sampling.top_p}, top_k={self.sampling.top_k} cut the "
                 "vocabulary, so processed log-probs are renormalised over the kept tokens and the "
                 "log-prob gate cannot hold; set top_p=1, top_k=-1, or plan.gates.logprobs=off"
+            )
+        if self.sampling.min_new_tokens and self.plan.gates.logprobs != "off":
+            raise SpecError(
+                f"sampling.min_new_tokens={self.sampling.min_new_tokens} masks the stop tokens "
+                "until then, so log-probs are renormalised and the log-prob gate cannot hold; set "
+                "it to 0, or plan.gates.logprobs=off"
             )
         if self.loss.kl_coef and not self.loss.reference:
             raise SpecError(

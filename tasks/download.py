@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from engines.cluster import gather
 from engines.contracts import ArtifactRef
 from engines.data import data_file
+from engines.environment import telemetry_off_env
 from engines.runs import write_spec
+from model_specs.sources import parse_hub
 from tasks.session import session
 from tasks.stage import stage
 
@@ -30,6 +32,9 @@ def download(session_name: str) -> Inputs:
     opened = session(session_name)
     spec = opened.spec
     host = opened.trainer_hosts[0]
+    is_hub = parse_hub(spec.model.path) is not None
+    if is_hub:  # in a process of its own: those of the engines are kept off the network
+        host = opened.cluster.start("download-0", env=telemetry_off_env())
     model, data = gather(
         [
             host.run(
@@ -42,10 +47,13 @@ def download(session_name: str) -> Inputs:
         what="download",
         timeout_s=6 * 3600,
     )
+    if is_hub:
+        opened.cluster.stop(host)
     opened.spec = spec.model_copy(
         update={
             "model": spec.model.model_copy(
                 update={
+                    "path": model.pinned_source,
                     "weights_digest": model.weights_digest,
                     "tokenizer_digest": model.tokenizer_digest,
                 }

@@ -21,7 +21,8 @@ from tasks.compare import LegResult
 from tasks.session import LegSession, session
 from tasks.stage import stage
 
-CONTROL_SAMPLES_PER_PROMPT = 2
+CONTROL_SAMPLES_PER_PROMPT = 8
+"""Enough tokens that the largest difference of a trained model with short answers is no accident."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,7 @@ def _control(result: ControlResult, weight: Verdict) -> GateRecord:
 
 
 def _control_requests(opened: LegSession) -> tuple[SampleRequest, ...]:
-    """Two samples of each prompt of the step after the last, from seeds of their own."""
+    """A few samples of each prompt of the step after the last, from seeds of their own."""
     _, _, prompts = opened.engines()
     step = opened.spec.plan.num_steps + 1
     chosen = [prompts.prompts[i] for i in prompt_order(len(prompts.prompts), opened.spec, step)]

@@ -22,6 +22,7 @@ from engines.provenance.fence import Fence
 from engines.rollout.group import RolloutGroup, engine_env
 from engines.runs import write_json
 from engines.train.group import TrainerGroup, trainer_env
+from engines.train.registry import check_supported
 from model_specs.errors import EngineError
 from model_specs.run_spec import RunSpec
 
@@ -115,6 +116,7 @@ def leg_session(
     spec: RunSpec, *, run_dir: Path, leg: str, fence: Fence, flip: Flip | None = None
 ) -> Iterator[LegSession]:
     """Open the session of one leg: cluster and empty engine processes; ends them on the way out."""
+    check_supported(spec)
     guard.start()
     name = f"{run_dir.name}-{leg}-{fence.token}"
     (run_dir / leg).mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
 A stage takes the name of its session and small frozen values, and returns `ArtifactRef`s or
 records, never tensors. Its row holds the digests that went in and came out, the spec's fingerprint
-and the attempt. Engine stages are never cached and never retried: a retry goes on from a checkpoint.
+and the attempt. Engine stages are never cached and never retried: a retry goes on from a
+checkpoint.
 
     @stage("convert", version=1)
     def convert(session_name: str, model: ArtifactRef) -> ArtifactRef: ...

@@ -12,8 +12,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from engines.cluster import gather
 from engines.contracts import ArtifactRef, SegmentResult
 from engines.loop import StepOutcome, TensorKeeper, initial_push, push, steps
+from engines.provenance.evidence_time import take_seconds
 from engines.provenance.fence import write_durably
 from engines.provenance.ledger import LedgerHeader, LedgerLine, LedgerWriter
 from model_specs.errors import CheckpointError
@@ -52,6 +54,7 @@ def train_segment(
             return _result(ledger, start_step, 0, trainer.state_digest(), outcome)
     elif loaded:
         _push_again(opened, ledger, start_step)
+    take_evidence_seconds(opened)  # what came before the first step belongs to no step
     stopped: StepOutcome | None = None
     last_step = start_step
     for outcome in steps(
@@ -134,6 +137,15 @@ def _keeper(opened: LegSession) -> TensorKeeper | None:
     )
 
 
+def take_evidence_seconds(opened: LegSession) -> float:
+    """Seconds of evidence since the last call: driver, slowest rank and slowest rollout engine."""
+    remote = "engines.provenance.evidence_time:take_seconds"
+    hosts = [*opened.trainer_hosts, *opened.rollout_hosts]
+    seconds: list[float] = gather([host.run(remote) for host in hosts], what="evidence seconds")
+    num_ranks = len(opened.trainer_hosts)
+    return take_seconds() + max(seconds[:num_ranks]) + max(seconds[num_ranks:])
+
+
 def _append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> None:
     line = ledger.append(outcome.record, outcome.values)
     record = outcome.record
@@ -151,9 +163,11 @@ def _append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> N
         if record.step == 1:
             _show_first_sample(opened, record.samples)
         _append_lines(opened.folder / "samples.jsonl", record.samples)
+    # The ledger's own line is part of the evidence, so it cannot hold this figure.
+    metrics = {**record.metrics, "perf/evidence_s": take_evidence_seconds(opened)}
     _append_lines(
         opened.folder / "metrics.jsonl",
-        ({"step": record.step, "update": record.update, "metrics": dict(record.metrics)},),
+        ({"step": record.step, "update": record.update, "metrics": metrics},),
     )
     if record.update == 0:
         logger.info("%s", progress_line(opened, outcome, line))

@@ -40,11 +40,11 @@ from model_specs.run_spec import RunSpec
 from tasks import convert, download, train
 from tasks.session import leg_session
 
-NUM_ROWS = 64
+NUM_ROWS = 32
 """Rows of the split that are screened, from the first on."""
 NUM_SAMPLES = 8
 """Samples drawn of each prompt."""
-LEAST_MINORITY = 2
+LEAST_MINORITY = 3
 """Least number of samples whose reward is not the prompt's most frequent one."""
 SEED_LABEL = "screen"
 PROMPTS_PER_CALL = 8

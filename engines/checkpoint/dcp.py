@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engines.provenance.fence import Fence, sync_folder, write_durably
 from model_specs.errors import CheckpointError, LockstepError
@@ -67,6 +67,30 @@ class FoundCheckpoint:
 
     path: Path
     meta: CheckpointMeta
+
+
+class Storage(Protocol):
+    """How the tensors of a checkpoint are laid down in a folder; a collective both ways."""
+
+    def write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the tensors into a folder that does not exist yet."""
+
+    def read(self, path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load the tensors of these keys in place; `CheckpointError` as `read_tensors`."""
+
+
+class DcpStorage:
+    """`torch.distributed.checkpoint` as it comes."""
+
+    def write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write each rank's part."""
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(dict(tensors), checkpoint_id=str(path), no_dist=not _has_ranks())
+
+    def read(self, path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load each rank's part."""
+        read_tensors(path, tensors)
 
 
 def checkpoint_name(step: int) -> str:
@@ -144,6 +168,7 @@ def write_checkpoint(
     *,
     meta: CheckpointMeta,
     fence: Fence | None = None,
+    storage: Storage | None = None,
 ) -> None:
     """Write, verify and commit a checkpoint; every rank calls it with its part.
 
@@ -152,18 +177,18 @@ def write_checkpoint(
         tensors: Flat key -> plain or distributed tensor.
         meta: Written last.
         fence: A stale attempt is refused at the moment of the rename.
+        storage: How the tensors are laid down; None takes `DcpStorage`.
 
     Raises:
         CheckpointError: What was read back is not what was written.
         StaleAttemptError: A newer attempt of the run has started.
     """
-    import torch.distributed.checkpoint as dcp
-
+    chosen = storage or DcpStorage()
     final = Path(path)
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
     _once(lambda: _clear(partial))
-    dcp.save(dict(tensors), checkpoint_id=str(partial), no_dist=not _has_ranks())
-    _verify(partial, tensors)
+    chosen.write(partial, tensors)
+    _verify(partial, tensors, chosen)
     _once(lambda: _commit(partial, final, meta, fence))
 
 
@@ -180,11 +205,12 @@ def read_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
         dcp.load(dict(tensors), checkpoint_id=str(path), no_dist=not _has_ranks())
     except (CheckpointException, RuntimeError, ValueError, OSError, EOFError) as error:
         raise CheckpointError(
-            f"{path} cannot be loaded: {_last_line(error)}; it is damaged or not of this model"
+            f"{path} cannot be loaded: {last_line(error)}; it is damaged or not of this model"
         ) from error
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's text: torch puts its cause there, below a traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -194,7 +220,7 @@ def _clear(partial: Path) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _verify(partial: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _verify(partial: Path, tensors: Mapping[str, torch.Tensor], storage: Storage) -> None:
     """Read everything back, one kind of tensor at a time, and compare bits."""
     import torch
 
@@ -202,7 +228,7 @@ def _verify(partial: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     for keys in _kinds(tensors):
         # `zeros_like` keeps each tensor's layout over the ranks.
         loaded = {key: torch.zeros_like(tensors[key]) for key in keys}
-        read_tensors(partial, loaded)
+        storage.read(partial, loaded)
         unequal += [key for key in keys if not _same_bits(tensors[key], loaded[key])]
     by_rank = _gathered(unequal)
     for rank, keys in enumerate(by_rank):

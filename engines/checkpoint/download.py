@@ -2,18 +2,22 @@
 
 Sources are `generated:tiny` and `generated:arithmetic`, a local folder or file, and
 `hf://org/name@revision` (through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME and
-HF_HUB_OFFLINE are honoured, and an interrupted download goes on where it stopped). A folder appears
-under its name complete and checked, or not at all; asking again verifies it by content.
+HF_HUB_OFFLINE are honoured). A connection that breaks is taken up again at the byte where it broke;
+files that arrived whole are not fetched again by a later attempt. What the hub sent is hashed and
+compared with the hash that the hub states, which its client does not do. A folder appears under its
+name complete and checked, or not at all; asking again verifies it by content.
 
 Usage::
 
     inputs = materialise(spec.model_dump_json(), leg_folder)    # both, for the download stage
     model = download_model(spec.model, leg / "model")     # .weights_digest, .tokenizer_digest
     data = download_data(spec.data, leg / "data")         # .digest; holds "<split>.jsonl"
+    model.pinned_source                                   # hf://org/name@COMMIT
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -24,12 +28,13 @@ from pathlib import Path
 
 from engines.checkpoint.folders import read_json, weight_files
 from engines.checkpoint.tiny_model import write_tiny_model
-from engines.data import arithmetic_rows, data_file, load_rows, write_rows
+from engines.data import arithmetic_rows, data_file, load_rows, selected_rows, write_rows
 from engines.provenance.digest import digest_json, sha256_file
 from model_specs.errors import ArtifactError, SpecError
 from model_specs.model_spec import ModelSpec
 from model_specs.registry import check_config
 from model_specs.run_spec import DataSpec, RunSpec
+from model_specs.sources import HubSource, from_hub, parse_hub
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
@@ -49,8 +54,6 @@ _OTHER_PATTERNS = ("LICENSE*",)
 MODEL_PATTERNS = (*WEIGHT_PATTERNS, *TOKENIZER_PATTERNS, *_OTHER_PATTERNS)
 """All that is taken from a model's source; other formats of the weights stay behind."""
 
-_HUB = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Download:
@@ -62,6 +65,12 @@ class Download:
     """Commit that a hub revision stood for when it was downloaded; None for other sources."""
     files: Mapping[str, tuple[str, int]]
     """File name -> (SHA-256, size in bytes)."""
+
+    @property
+    def pinned_source(self) -> str:
+        """The source, with the commit in place of a branch or tag that can move."""
+        hub = parse_hub(self.source)
+        return self.source if hub is None or self.revision is None else hub.at(self.revision)
 
     def digest_of(self, patterns: tuple[str, ...]) -> str:
         """Return one digest over the names and contents of the files that match a pattern."""
@@ -141,10 +150,11 @@ def download_model(spec: ModelSpec, folder: str | Path) -> Download:
                 )
             write_tiny_model(partial, spec)
             return None
-        if spec.path.startswith("hf://"):
-            snapshot, revision = _hub_snapshot(spec.path)
+        hub = parse_hub(spec.path)
+        if hub is not None:
+            snapshot = _hub_snapshot(spec.path, hub)
             _take_files(snapshot, partial, source_name=spec.path)
-            return revision
+            return snapshot.name
         _take_files(Path(spec.path).expanduser(), partial, source_name=spec.path)
         return None
 
@@ -154,38 +164,40 @@ def download_model(spec: ModelSpec, folder: str | Path) -> Download:
         weight_files(partial)
 
     result = _materialise(spec.path, Path(folder), fill=fill, check=check)
-    _require_digest("model.weights_digest", spec.weights_digest, result.weights_digest, spec.path)
-    _require_digest(
-        "model.tokenizer_digest", spec.tokenizer_digest, result.tokenizer_digest, spec.path
-    )
+    for field, wanted, found in (
+        ("model.weights_digest", spec.weights_digest, result.weights_digest),
+        ("model.tokenizer_digest", spec.tokenizer_digest, result.tokenizer_digest),
+    ):
+        _require_digest(field, wanted, found, result)
     return result
 
 
 def download_data(spec: DataSpec, folder: str | Path) -> Download:
-    """Materialise the one file `<split>.jsonl` of `spec.source` at `folder`.
+    """Materialise the one file `<split>.jsonl` or `<split>.parquet` of `spec.source` at `folder`.
 
     Raises:
-        SpecError: For an unknown generated data set or split.
+        SpecError: For an unknown generated data set or split, or rows that leave nothing.
         ArtifactError: For a missing or malformed file, or a digest other than the spec's.
     """
 
     def fill(partial: Path) -> str | None:
-        target = partial / f"{spec.split}.jsonl"
         if spec.source.startswith("generated:"):
             if spec.source != "generated:arithmetic":
                 raise SpecError(
                     f"data.source={spec.source!r}: the only generated set is 'generated:arithmetic'"
                 )
-            write_rows(target, arithmetic_rows(spec.split))
+            write_rows(partial / f"{spec.split}.jsonl", arithmetic_rows(spec.split))
             return None
-        shutil.copyfile(data_file(Path(spec.source).expanduser(), split=spec.split), target)
+        file = data_file(Path(spec.source).expanduser(), split=spec.split)
+        shutil.copyfile(file, partial / f"{spec.split}{file.suffix}")
         return None
 
     def check(partial: Path) -> None:
-        load_rows(partial / f"{spec.split}.jsonl")
+        rows, _ = load_rows(data_file(partial, split=spec.split))
+        selected_rows(len(rows), spec.rows)
 
     result = _materialise(spec.source, Path(folder), fill=fill, check=check)
-    _require_digest("data.digest", spec.digest, result.digest, spec.source)
+    _require_digest("data.digest", spec.digest, result.digest, result)
     return result
 
 
@@ -233,7 +245,7 @@ def _materialise(
     """Fill and check a folder aside, write its manifest, rename it; or verify one that exists."""
     if folder.exists():
         existing = verify_download(folder)
-        if existing.source != source:
+        if source not in (existing.source, existing.pinned_source):
             raise ArtifactError(f"{folder} holds {existing.source!r}, not {source!r}")
         check(folder)
         return existing
@@ -282,31 +294,58 @@ def _take_files(source: Path, partial: Path, *, source_name: str) -> None:
         shutil.copyfile(file, partial / file.name)
 
 
-def _hub_snapshot(source: str) -> tuple[Path, str]:
-    """Return (folder in the hub's cache, commit) of `hf://org/name@revision`."""
-    match = _HUB.fullmatch(source)
-    if match is None:
-        raise SpecError(f"model.path={source!r} is not of the form hf://org/name@revision")
+def _hub_snapshot(source: str, hub: HubSource) -> Path:
+    """Return the folder in the hub's cache, named by the commit, that holds the files of `hub`."""
     import huggingface_hub
-    from huggingface_hub import constants
 
-    try:
-        snapshot = huggingface_hub.snapshot_download(
-            match["repo"],
-            revision=match["revision"] or "main",
-            allow_patterns=list(MODEL_PATTERNS),
+    snapshot = Path(
+        from_hub(
+            source,
+            lambda: huggingface_hub.snapshot_download(
+                hub.repository, revision=hub.revision, allow_patterns=list(MODEL_PATTERNS)
+            ),
         )
-    except Exception as error:  # the client raises its HTTP library's own classes too
-        raise ArtifactError(
-            f"{source} could not be downloaded from {constants.ENDPOINT}: {error}; check the name, "
-            "the network and HF_TOKEN, or name a local folder by `--set model.path=FOLDER`"
-        ) from error
-    return Path(snapshot), Path(snapshot).name
+    )
+    for file in sorted(snapshot.iterdir()):
+        if file.is_file():
+            _check_blob(file, source)
+    return snapshot
 
 
-def _require_digest(field: str, wanted: str | None, found: str, source: str) -> None:
-    if wanted is not None and wanted != found:
+def _check_blob(file: Path, source: str) -> None:
+    """Compare a file of the hub's cache with the hash that the hub stated for it.
+
+    The cache names a blob by that hash and links to it: SHA-256 for a large file, Git's own hash of
+    a blob (SHA-1) for a small one.
+    """
+    blob = file.resolve()
+    stated = blob.name
+    if re.fullmatch("[0-9a-f]{64}", stated):
+        found = sha256_file(blob)
+    elif re.fullmatch("[0-9a-f]{40}", stated):
+        content = blob.read_bytes()
+        found = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    else:
         raise ArtifactError(
-            f"{source}: {field} is {wanted} in the spec but {found} in the folder; the content "
-            "changed: name the right source, or clear the field to accept the new content"
+            f"{source}: {file} is not linked to a blob that is named by its hash, so what arrived "
+            "cannot be checked; use a cache folder (HF_HOME) on a file system with symbolic links"
         )
+    if found != stated:
+        raise ArtifactError(
+            f"{source}: {file.name} has hash {found}, but the hub states {stated}; what arrived is "
+            f"not what was published: delete {blob} and download again"
+        )
+
+
+def _require_digest(field: str, wanted: str | None, found: str, result: Download) -> None:
+    if wanted is None or wanted == found:
+        return
+    hub = parse_hub(result.source)
+    moved = ""
+    if hub is not None and not hub.is_pinned:
+        moved = f" (revision {hub.revision!r} stands for commit {result.revision} now)"
+    raise ArtifactError(
+        f"{result.source}: {field} is {wanted} in the spec but {found} in the folder{moved}; the "
+        "content changed: name the right source or commit, or clear the field to accept the new "
+        "content"
+    )

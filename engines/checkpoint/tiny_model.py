@@ -154,6 +154,8 @@ def config_json(model: ModelSpec) -> dict[str, Any]:
     }
     if model.family == "llama":
         config |= {"attention_bias": model.qkv_bias, "mlp_bias": False}
+    elif model.family == "qwen3":
+        config |= {"attention_bias": model.qkv_bias, "use_sliding_window": False}
     else:
         config |= {"use_sliding_window": False}
     return config
@@ -199,7 +201,7 @@ def _tokenizer_json() -> dict[str, Any]:
 def _tokenizer_config(model: ModelSpec) -> dict[str, Any]:
     return {
         "tokenizer_class": "Qwen2Tokenizer"
-        if model.family == "qwen2"
+        if model.family in ("qwen2", "qwen3")
         else "PreTrainedTokenizerFast",
         "model_max_length": model.max_position_embeddings,
         "clean_up_tokenization_spaces": False,

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engines.contracts import Sample
+from engines.provenance.evidence_time import evidence
 from engines.provenance.verdict import Verdict
 
 
@@ -132,6 +133,7 @@ class GateResult:
         return {name: _jsonable(value) for name, value in values.items()}
 
 
+@evidence
 def compare_logprobs(
     step: int, samples: Sequence[Sample], scores: Mapping[str, Sequence[float]]
 ) -> StepGate:

@@ -86,7 +86,9 @@ def run_probes(engine: ProbedEngine, spec: RunSpec) -> dict[str, Any]:
     longest = min(spec.data.max_prompt_tokens, room, MAX_NEEDLE_TOKENS)
     # Lengths from the longest down, so that tiles, pages and cache hits are all met partly filled.
     needles = [
-        _request(f"preflight/needle/{index}", max(1, longest - index * (longest // 4 + 1)), engine)
+        probe_request(
+            f"preflight/needle/{index}", max(1, longest - index * (longest // 4 + 1)), engine
+        )
         for index in range(NUM_NEEDLES)
     ]
     alone: list[Sample] = []
@@ -97,7 +99,7 @@ def run_probes(engine: ProbedEngine, spec: RunSpec) -> dict[str, Any]:
     for size in _ladder(spec.execution.max_num_seqs):
         engine.reset_prefix_cache()
         others = [
-            _request(
+            probe_request(
                 f"preflight/other/{index}", 1 + (7 * index) % min(room, MAX_OTHER_TOKENS), engine
             )
             for index in range(size)
@@ -179,7 +181,8 @@ def _spread(
     ]
 
 
-def _request(request_id: str, length: int, engine: ProbedEngine) -> SampleRequest:
+def probe_request(request_id: str, length: int, engine: ProbedEngine) -> SampleRequest:
+    """Return a request of `length` pseudo-random tokens that depend on its id alone."""
     tokens = tuple(
         derive_seed(0, request_id, position) % engine.vocab_size for position in range(length)
     )

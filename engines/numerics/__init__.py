@@ -1,4 +1,7 @@
-"""One op, one definition: what the trainer and vLLM's model classes both compute with, on the CPU.
+"""One op, one definition: what the trainer and vLLM's model classes both compute with.
+
+The table is the CPU's; on CUDA tensors the ops of `engines.numerics.cuda` run, under the same names
+and laws (`engines.numerics.dispatch`).
 
 Every op is a function of values alone. What it returns for a row depends on that row and the
 weights: not on how many rows there are or where this one stands, nor on other output columns,
@@ -34,6 +37,7 @@ together.
 
 from engines.numerics.attention import causal_attention, paged_attention, paged_attention_batch
 from engines.numerics.blocks import ROW_BLOCK, ROW_TILE
+from engines.numerics.dispatch import by_device
 from engines.numerics.embedding import embedding
 from engines.numerics.linear import (
     linear,
@@ -47,6 +51,24 @@ from engines.numerics.optimizer import adamw_step_
 from engines.numerics.pointwise import add, silu_mul
 from engines.numerics.rotary import rotary, rotary_inv_freq
 from engines.numerics.sums import ordered_sum, row_square_sums, token_sum, tree_sum
+
+adamw_step_ = by_device(adamw_step_)
+add = by_device(add)
+causal_attention = by_device(causal_attention)
+chosen_logprobs = by_device(chosen_logprobs)
+embedding = by_device(embedding)
+head_logprobs = by_device(head_logprobs)
+linear = by_device(linear)
+linear_input_gradient = by_device(linear_input_gradient)
+linear_multi = by_device(linear_multi)
+linear_weight_gradient = by_device(linear_weight_gradient)
+log_softmax_rows = by_device(log_softmax_rows)
+paged_attention = by_device(paged_attention)
+paged_attention_batch = by_device(paged_attention_batch)
+rms_norm = by_device(rms_norm)
+rotary = by_device(rotary)
+row_square_sums = by_device(row_square_sums)
+silu_mul = by_device(silu_mul)
 
 __all__ = [
     "ROW_BLOCK",

@@ -55,14 +55,19 @@ def row_square_sums(x: torch.Tensor) -> torch.Tensor:
     Returns:
         float64 `[rows]`; `ordered_sum` of them over all tensors is the squared gradient norm.
     """
-    rows = x.detach().reshape(x.shape[0], -1) if x.numel() else x.new_zeros(x.shape[0], 1)
-    width = 1 << (rows.shape[1] - 1).bit_length()
-    parts = [_row_tree(part, width) for part in rows.split(max(1, _CHUNK // width))]
-    return torch.cat(parts) if parts else rows.new_zeros(0, dtype=torch.float64)
+    return square_tree(x, chunk=_CHUNK)
 
 
 _CHUNK = 1 << 17
 """Elements squared at a time, so that float64 copies stay small; it decides no bit."""
+
+
+def square_tree(x: torch.Tensor, *, chunk: int) -> torch.Tensor:
+    """Return `row_square_sums` of `x`, with `chunk` elements squared at a time."""
+    rows = x.detach().reshape(x.shape[0], -1) if x.numel() else x.new_zeros(x.shape[0], 1)
+    width = 1 << (rows.shape[1] - 1).bit_length()
+    parts = [_row_tree(part, width) for part in rows.split(max(1, chunk // width))]
+    return torch.cat(parts) if parts else rows.new_zeros(0, dtype=torch.float64)
 
 
 def _row_tree(rows: torch.Tensor, width: int) -> torch.Tensor:
@@ -95,7 +100,7 @@ class _TokenSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
         ctx.shape, ctx.dtype = values.shape, values.dtype
-        return torch.tensor(ordered_sum(values), dtype=torch.float64)
+        return torch.tensor(ordered_sum(values), dtype=torch.float64, device=values.device)
 
     @staticmethod
     @once_differentiable

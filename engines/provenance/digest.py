@@ -38,6 +38,8 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from engines.provenance.evidence_time import evidence
+
 DIGEST_VERSION = 1
 """Raised when the definition of any digest changes; part of every digest."""
 
@@ -208,6 +210,7 @@ def partial_of(
     return replace(empty, sum_a=sum_a, sum_b=sum_b, count=block.size)
 
 
+@evidence
 def digest_array(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> str:
     """Digest a whole array; `dtype` is the logical dtype where numpy's is only a container."""
     return partial_of(
@@ -218,6 +221,7 @@ def digest_array(name: str, array: npt.NDArray[Any], dtype: str | None = None) -
     ).hexdigest()
 
 
+@evidence
 def digest_floats(name: str, values: Iterable[float]) -> str:
     """Digest float32 values that are carried as Python floats, as a tensor of one dimension.
 
@@ -237,6 +241,7 @@ def digest_floats(name: str, values: Iterable[float]) -> str:
     return digest_array(name, rounded)
 
 
+@evidence
 def digest_tokens(name: str, token_ids: Iterable[int]) -> str:
     """Digest token ids as an int64 tensor of one dimension."""
     return digest_array(name, np.asarray(list(token_ids), dtype=np.int64))
@@ -252,6 +257,7 @@ def digest_bytes(content: bytes) -> str:
     return _hash("bytes", content)
 
 
+@evidence
 def digest_json(value: Any) -> str:
     """Digest a JSON value in canonical form: sorted keys, no spaces, shortest exact floats.
 
@@ -265,6 +271,7 @@ def digest_json(value: Any) -> str:
     return _hash("json", _canonical_json(value))
 
 
+@evidence
 def root_digest(digests: Mapping[str, str]) -> str:
     """Digest a set of named digests, whatever the order they come in."""
     parts = [part.encode() for name in sorted(digests) for part in (name, digests[name])]

@@ -35,6 +35,7 @@ from engines.provenance.digest import (
     digest_tokens,
     root_digest,
 )
+from engines.provenance.evidence_time import evidence
 from engines.provenance.fence import Fence, write_durably
 from engines.provenance.side_files import (
     Values,
@@ -277,6 +278,7 @@ class LedgerWriter:
                 return read_digests(self.folder, line.step, line.update)[probe]
         raise ArtifactError(f"{self.path}: no update has the probe {probe}")
 
+    @evidence
     def commit(self, step: int, probe: str, root: str) -> None:
         """Write down a root before its values are revealed.
 
@@ -298,6 +300,7 @@ class LedgerWriter:
         self._append_line({"kind": "commit", **asdict(commitment)})
         self._commitments.append(commitment)
 
+    @evidence
     def append(self, record: StepRecord, values: Values | None = None) -> LedgerLine:
         """Write one update: side files first, then its line.
 

@@ -16,7 +16,14 @@ EXACT_CREDIT = 0.2
 _DIGITS = frozenset("0123456789")
 
 
-def score(completion_text: str, label: str, spec: RewardSpec, *, finish_reason: str) -> float:
+def score(
+    completion_text: str,
+    label: str,
+    spec: RewardSpec,
+    *,
+    finish_reason: str,
+    metadata: object = None,
+) -> float:
     """Return the reward in [0, 1]; an empty completion has no digits.
 
     Args:
@@ -24,6 +31,7 @@ def score(completion_text: str, label: str, spec: RewardSpec, *, finish_reason: 
         label: The exact answer.
         spec: Not read; this reward has no options.
         finish_reason: `stop` or `length`.
+        metadata: Not read.
     """
     text = completion_text.strip()
     share = sum(character in _DIGITS for character in text) / len(text) if text else 0.0

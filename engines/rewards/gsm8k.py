@@ -35,7 +35,14 @@ _UNIT = re.compile(r"[^\d/+*=^<>]*(?:\^\s*\{?\s*\d\s*\}?)?", re.DOTALL)
 """What may follow a number: no other number and no operator, except a power as in cm^2."""
 
 
-def score(completion_text: str, label: str, spec: RewardSpec, *, finish_reason: str) -> float:
+def score(
+    completion_text: str,
+    label: str,
+    spec: RewardSpec,
+    *,
+    finish_reason: str,
+    metadata: object = None,
+) -> float:
     """Return the reward in [0, 1].
 
     Args:
@@ -44,6 +51,7 @@ def score(completion_text: str, label: str, spec: RewardSpec, *, finish_reason: 
         spec: `format_credit` is what a well-formed wrong answer earns.
         finish_reason: `stop` or `length`. When cut off by `length`, a `####` answer at the very end
             may be half a number and does not count.
+        metadata: Not read.
     """
     answer = final_answer(completion_text, truncated=finish_reason == "length")
     if answer is None:

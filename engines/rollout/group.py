@@ -30,7 +30,19 @@ PLUGIN_NAME = "lockstep"
 
 def engine_env(spec: RunSpec, policy: Policy = "aligned") -> dict[str, str]:
     """Return the variables a rollout engine's process must start with, before torch loads in it."""
+    cuda = {
+        # Too small to split a product over blocks: what makes cuBLAS invariant on Hopper.
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "CUBLASLT_WORKSPACE_SIZE": "1",
+        # FlashInfer's sampler compiles for minutes at its first use, and draws are not its own.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # The plugin's hooks are in this runner, which draws by seed and position in one launch.
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        # Engines and trainer share the device: Ray is not asked for it and must not hide it.
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    }
     return {
+        **(cuda if spec.execution.device == "cuda" else {}),
         NUMERICS_VARIABLE: policy,
         # One process, so that the plugin, the weights and the threads are those we read back.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -1,4 +1,4 @@
-"""The shared ops under vLLM's own model classes, for CPU.
+"""The shared ops under vLLM's own model classes.
 
 Entry point `vllm.general_plugins: lockstep`. Inert unless the process was started with
 `LOCKSTEP_NUMERICS=aligned`, so that installing Lockstep changes nobody else's vLLM.
@@ -16,20 +16,21 @@ this vLLM does not have is an error that names it, never a silent native op.
 | `AttentionBackendEnum.CPU_ATTN` | `paged_attention_batch` (`engines.rollout.vllm_attention`) |
 | `Sampler.compute_logprobs`, `TopKTopPSampler.forward_cpu` | `log_softmax_rows` |
 
-Another device adds a function beside `_install_cpu` and a row in `_INSTALLERS`.
+That is the CPU's table; CUDA's is in `engines.rollout.plugin_cuda`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engines.rollout.group import NUMERICS_VARIABLE
 from model_specs.errors import UnsupportedError
 
-TESTED_VERSIONS = ("0.32.0",)
-"""The hooks are internal to vLLM: any other version is refused until the tests have run on it."""
+TESTED_VERSIONS: Mapping[str, tuple[str, ...]] = {"cpu": ("0.32.0",), "cuda": ("0.26.0",)}
+"""By device. The hooks are internal to vLLM: any other version is refused until the tests have run
+on it."""
 
 _installed: list[str] = []
 
@@ -46,7 +47,6 @@ def register() -> None:
     import vllm
     from vllm.platforms import current_platform
 
-    check_version(vllm.__version__)
     device = current_platform.device_type
     installer = _INSTALLERS.get(device)
     if installer is None:
@@ -54,6 +54,7 @@ def register() -> None:
             f"no shared ops for vLLM on {device!r}; there are some for "
             f"{', '.join(sorted(_INSTALLERS))}"
         )
+    check_version(vllm.__version__, device=device)
     _installed.extend(installer())
 
 
@@ -62,19 +63,21 @@ def installed() -> tuple[str, ...]:
     return tuple(_installed)
 
 
-def check_version(found: str) -> None:
+def check_version(found: str, *, device: str = "cpu") -> None:
     """Refuse a vLLM on which the hooks were never tested.
 
     Args:
         found: `vllm.__version__`, with or without a local part such as `+cpu`.
+        device: vLLM's name of the platform's device.
 
     Raises:
         UnsupportedError: `found` is not a tested version.
     """
-    if found.partition("+")[0] not in TESTED_VERSIONS:
+    tested = TESTED_VERSIONS.get(device, ())
+    if found.partition("+")[0] not in tested:
         raise UnsupportedError(
-            f"vLLM {found} was never tested with the shared ops; tested: "
-            f"{', '.join(TESTED_VERSIONS)}. "
+            f"vLLM {found} was never tested with the shared ops on {device}; tested: "
+            f"{', '.join(tested) or 'none'}. "
             "Install the pinned version, or set numerics to native ops and lose the alignment gate"
         )
 
@@ -92,7 +95,7 @@ def hook(owner: Any, name: str) -> Any:
         raise UnsupportedError(
             f"this vLLM has no {where}.{name}, where a shared op has to go; without it the op "
             "would "
-            f"silently be vLLM's own. Tested: {', '.join(TESTED_VERSIONS)}"
+            f"silently be vLLM's own. Tested: {dict(TESTED_VERSIONS)}"
         ) from error
 
 
@@ -247,4 +250,10 @@ def _replace_logprobs() -> list[str]:
     ]
 
 
-_INSTALLERS: dict[str, Callable[[], list[str]]] = {"cpu": _install_cpu}
+def _install_cuda() -> list[str]:
+    from engines.rollout.plugin_cuda import install
+
+    return install()
+
+
+_INSTALLERS: dict[str, Callable[[], list[str]]] = {"cpu": _install_cpu, "cuda": _install_cuda}

@@ -1,22 +1,24 @@
 """From a data file to rendered, tokenised prompts; runs in an engine's process.
 
 The chat template is rendered to text first and tokenised without special tokens, since a template
-writes its own: a second beginning-of-sequence token would be another prompt. Ids are
-`<split>-<row>`, so that a prompt keeps its name whatever is filtered.
+writes its own: a second beginning-of-sequence token would be another prompt. A template may not
+read the clock, because tomorrow's prompts would be others. Ids are `<split>-<row>`, with the row of
+the whole file, so that a prompt keeps its name whatever is selected or dropped.
 
     prompts = build_prompts(model_dir, "train.jsonl", spec_json)
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from engines.contracts import Prompt, PromptSet
+from engines.data import load_rows, selected_rows
 from engines.provenance.digest import digest_json
 from model_specs.errors import ArtifactError, SpecError
+from model_specs.json_text import canonical_json, parsed
 from model_specs.run_spec import DataSpec, RunSpec
 
 ANSWER_MARK = "####"
@@ -28,69 +30,110 @@ def build_prompts(model_dir: str, data_file: str, spec: str) -> PromptSet:
 
     Args:
         model_dir: Hugging Face folder with tokenizer and chat template.
-        data_file: `.jsonl` file, one object a line.
+        data_file: `.jsonl` or `.parquet` file.
         spec: `RunSpec` as JSON.
 
     Returns:
-        Prompts in file order, or in the order of `data.prompt_ids` where given; longer ones than
-        `data.max_prompt_tokens` are dropped and counted.
+        Prompts in file order, or in the order of `data.prompt_ids` where given. Longer ones than
+        `data.max_prompt_tokens` are dropped and counted, or refused, by `data.too_long`.
 
     Raises:
-        ArtifactError: A line is not an object of the declared format, or the file is missing.
-        SpecError: A prompt id is unknown or there twice, no prompt is left, or no chat template
-            exists.
+        ArtifactError: A row is not of the declared format, or the file is missing or unreadable.
+        SpecError: A prompt id is unknown or there twice, two rows are the same prompt, no prompt is
+            left, one is too long under `data.too_long=refuse`, there is no chat template, or it
+            cannot be rendered, reads the clock, or writes two beginning-of-sequence tokens.
     """
     from transformers import AutoTokenizer
 
     data = RunSpec.model_validate_json(spec).data
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    if not tokenizer.chat_template:
+    if not (data.chat_template or tokenizer.chat_template):
         raise SpecError(
-            f"{model_dir} has no chat template, so messages cannot be rendered; add "
-            "chat_template.jinja to the model folder"
+            f"{model_dir} has no chat template, so messages cannot be rendered; set "
+            "data.chat_template to a Jinja text or file"
         )
     kept: list[Prompt] = []
     dropped = 0
-    for prompt_id, row in _selected(read_rows(data_file, data.split), data.prompt_ids):
-        messages, label = messages_and_label(row, data, where=f"{data_file}: {prompt_id}")
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if len(token_ids) > data.max_prompt_tokens:
-            dropped += 1
+    for prompt_id, row in _selected(_named_rows(data_file, data), data.prompt_ids):
+        prompt = _prompt(tokenizer, prompt_id, row, data, where=f"{data_file}: {prompt_id}")
+        if len(prompt.token_ids) <= data.max_prompt_tokens:
+            kept.append(prompt)
             continue
-        kept.append(Prompt(prompt_id=prompt_id, token_ids=token_ids, text=text, label=label))
+        dropped += 1
+        if data.too_long == "refuse":
+            raise SpecError(
+                f"{data_file}: {prompt_id} has {len(prompt.token_ids)} tokens, more than "
+                f"data.max_prompt_tokens={data.max_prompt_tokens}; raise it, or set "
+                "data.too_long=drop to leave such prompts out"
+            )
     if not kept:
         raise SpecError(
             f"{data_file}: no prompt is left; {dropped} are longer than data.max_prompt_tokens="
             f"{data.max_prompt_tokens}"
         )
-    digest = digest_json([[prompt.prompt_id, prompt.token_ids, prompt.label] for prompt in kept])
+    if data.duplicates == "refuse":
+        _refuse_duplicates(kept, data_file)
+    digest = digest_json(
+        [[prompt.prompt_id, prompt.token_ids, prompt.label, prompt.metadata] for prompt in kept]
+    )
     return PromptSet(prompts=tuple(kept), num_dropped_too_long=dropped, digest=digest)
 
 
-def read_rows(data_file: str, split: str) -> dict[str, Mapping[str, Any]]:
-    """Return prompt id -> row of a .jsonl file, in file order; blank lines are not rows.
+def _prompt(
+    tokenizer: Any, prompt_id: str, row: Mapping[str, Any], data: DataSpec, *, where: str
+) -> Prompt:
+    messages, label = messages_and_label(row, data, where=where)
+    text = render(tokenizer, messages, data, where=where)
+    token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    start = tokenizer.bos_token_id
+    if start is not None and token_ids[:2] == (start, start):
+        raise SpecError(
+            f"{where}: the chat template writes the beginning-of-sequence token {start} twice; "
+            "correct it by data.chat_template"
+        )
+    return Prompt(
+        prompt_id=prompt_id,
+        token_ids=token_ids,
+        text=text,
+        label=label,
+        metadata=_metadata(row, data, where=where),
+    )
+
+
+def render(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], data: DataSpec, *, where: str
+) -> str:
+    """Return the text of a prompt: the messages in the chat template, then its generation prompt.
 
     Raises:
-        ArtifactError: The file is missing, or a line is not a JSON object.
+        SpecError: The template raised, or asked for the time.
     """
-    path = Path(data_file)
-    if not path.is_file():
-        raise ArtifactError(f"data file {data_file} does not exist; set data.source")
-    rows: dict[str, Mapping[str, Any]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ArtifactError(f"{data_file}, line {number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ArtifactError(
-                f"{data_file}, line {number}: not an object but {type(row).__name__}"
-            )
-        rows[f"{split}-{len(rows)}"] = row
-    return rows
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=True,
+            chat_template=data.chat_template,
+            strftime_now=_refuse_clock,
+            **parsed(data.chat_template_args),
+        )
+    except SpecError:
+        raise
+    except Exception as error:  # a template raises what it likes, through Jinja's own classes
+        raise SpecError(
+            f"{where}: the chat template raised {type(error).__name__}: {error}; see data.format, "
+            "data.chat_template and data.chat_template_args"
+        ) from error
+    assert isinstance(text, str)
+    return text
+
+
+def _refuse_clock(*_: object) -> NoReturn:
+    raise SpecError(
+        "the chat template asks for today's date, so that tomorrow's prompts would be others; give "
+        'it a fixed one, for most templates by data.chat_template_args={"date_string": '
+        '"26 Jul 2024"}'
+    )
 
 
 def messages_and_label(
@@ -99,24 +142,85 @@ def messages_and_label(
     """Return chat messages and label of a row in the declared format.
 
     Raises:
-        ArtifactError: A field of the format is missing.
+        ArtifactError: A key of the format is missing, or its value is of another kind.
     """
-    fields = ("messages", "label") if data.format == "messages" else ("question", "answer")
-    missing = [name for name in fields if name not in row]
+    keys = row_keys(data)
+    missing = [f"{key!r} ({setting})" for setting, key in keys.items() if row.get(key) is None]
     if missing:
         raise ArtifactError(
-            f"{where}: data.format={data.format} needs {' and '.join(fields)}; the row has "
+            f"{where}: data.format={data.format} needs {' and '.join(missing)}; the row has "
             f"{', '.join(sorted(row)) or 'nothing'}"
         )
+    first, second = (row[key] for key in keys.values())
     if data.format == "messages":
-        messages, label = list(row["messages"]), str(row["label"])
+        messages = _messages(first, where=where)
     else:
-        question = data.template.replace("{question}", str(row["question"]))
-        messages = [{"role": "user", "content": question}]
-        label = gsm8k_label(str(row["answer"]), where=where)
+        text = data.template.replace("{question}", _text(first, "prompt", where=where))
+        messages = [{"role": "user", "content": text}]
+    label = _text(second, "label", where=where)
+    if data.format == "gsm8k":
+        label = gsm8k_label(label, where=where)
     if data.system_prompt is not None:
+        if messages[0]["role"] == "system":
+            raise ArtifactError(
+                f"{where}: the row has a system message and data.system_prompt is set too; drop one"
+            )
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
     return messages, label
+
+
+def row_keys(data: DataSpec) -> dict[str, str]:
+    """Return what decides a key -> the row's key, of the prompt and then of the label."""
+    label = {"data.label_key": data.label_key or "label"}
+    if data.format == "messages":
+        return {"data.messages_key": data.messages_key or "messages"} | label
+    if data.format == "prompt":
+        return {"data.prompt_key": data.prompt_key or "prompt"} | label
+    return {"the question": "question", "the answer": "answer"}
+
+
+def _messages(value: Any, *, where: str) -> list[Mapping[str, str]]:
+    if isinstance(value, str):
+        raise ArtifactError(
+            f"{where}: the messages are one text; read it by data.format=prompt and data.prompt_key"
+        )
+    if not isinstance(value, list | tuple) or not value:
+        raise ArtifactError(f"{where}: the messages are {value!r}, not a list of messages")
+    messages: list[Mapping[str, str]] = []
+    for number, message in enumerate(value):
+        fields = dict(message) if isinstance(message, Mapping) else {}
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+            raise ArtifactError(
+                f"{where}: message {number} is {message!r}; it needs a text `role` and a text "
+                "`content`"
+            )
+        # Parquet gives every message the columns of all of them, as null.
+        messages.append({key: item for key, item in fields.items() if item is not None})
+    return messages
+
+
+def _text(value: Any, what: str, *, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ArtifactError(
+            f"{where}: the {what} is a {type(value).__name__} ({value!r}), not text or a number"
+        )
+    return str(value)
+
+
+def _metadata(row: Mapping[str, Any], data: DataSpec, *, where: str) -> str | None:
+    if data.metadata_key is None:
+        return None
+    if data.metadata_key not in row:
+        raise ArtifactError(
+            f"{where}: the row has no {data.metadata_key!r} (data.metadata_key); it has "
+            f"{', '.join(sorted(row)) or 'nothing'}"
+        )
+    try:
+        return canonical_json(row[data.metadata_key])
+    except ValueError as error:
+        raise ArtifactError(f"{where}: {data.metadata_key}: {error}") from error
 
 
 def gsm8k_label(answer: str, *, where: str) -> str:
@@ -131,6 +235,11 @@ def gsm8k_label(answer: str, *, where: str) -> str:
     return value.strip().replace(",", "")
 
 
+def _named_rows(data_file: str, data: DataSpec) -> dict[str, Mapping[str, Any]]:
+    rows, _ = load_rows(data_file)
+    return {f"{data.split}-{index}": rows[index] for index in selected_rows(len(rows), data.rows)}
+
+
 def _selected(
     rows: Mapping[str, Mapping[str, Any]], prompt_ids: Sequence[str]
 ) -> list[tuple[str, Mapping[str, Any]]]:
@@ -141,8 +250,22 @@ def _selected(
     if twice or unknown:
         raise SpecError(
             f"data.prompt_ids: {len(unknown)} unknown ({', '.join(unknown[:5]) or 'none'}), "
-            f"{len(twice)} there twice ({', '.join(twice[:5]) or 'none'}); the file has "
-            f"{len(rows)} rows, "
-            f"{next(iter(rows), 'none')} and so on"
+            f"{len(twice)} there twice ({', '.join(twice[:5]) or 'none'}); there are {len(rows)} "
+            f"rows, {next(iter(rows), 'none')} and so on"
         )
     return [(name, rows[name]) for name in prompt_ids]
+
+
+def _refuse_duplicates(prompts: Sequence[Prompt], data_file: str) -> None:
+    first: dict[tuple[int, ...], str] = {}
+    twice: list[tuple[str, str]] = []
+    for prompt in prompts:
+        earlier = first.setdefault(prompt.token_ids, prompt.prompt_id)
+        if earlier != prompt.prompt_id:
+            twice.append((prompt.prompt_id, earlier))
+    if twice:
+        shown = ", ".join(f"{later} is {earlier}" for later, earlier in twice[:3])
+        raise SpecError(
+            f"{data_file}: {len(twice)} of {len(prompts)} prompts are there already ({shown}); "
+            "remove them, or set data.duplicates=keep to count such a prompt twice"
+        )

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,6 @@ import torch
 from transformers import AutoConfig
 from vllm import LLM
 from vllm.config import WeightTransferConfig
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from engines.contracts import Flip, Sample, SampleRequest
 from engines.faults import choose_name, flip_bit
@@ -31,6 +31,7 @@ from engines.provenance.tensor_digest import digest_tensor
 from engines.rollout import plugin, weight_transfer
 from engines.rollout.group import NUMERICS_VARIABLE, Policy, engine_env
 from engines.rollout.sampling import end_of_sequence_ids, sampling_params, to_sample
+from engines.rollout.vllm_options import start_options
 from engines.weights.names import (
     check_complete,
     expected_shapes,
@@ -42,10 +43,18 @@ from engines.weights.wire import resolve
 from model_specs.errors import EngineError, UnsupportedError
 from model_specs.run_spec import RunSpec, SamplingSpec
 
-PAGE_SIZE = 32
-"""Tokens of one page of the KV cache: the smallest that vLLM's CPU backend takes."""
-MIN_BATCHED_TOKENS = 2048
-"""Tokens of one forward; at least a whole sequence, since prompts are never split."""
+EXACT_OPS = frozenset(
+    {
+        # views, allocation, copies and casts
+        "aten.chunk", "aten.contiguous", "aten.detach", "aten.empty", "aten.flatten",
+        "aten.reshape", "aten.slice", "aten.split", "aten.split_with_sizes", "aten.to", "aten.view",
+        # selection of rows
+        "aten.embedding",
+        # our attention, behind vLLM's own op: `environment()` names the class that it calls
+        "vllm.unified_attention_with_output", "vllm.unified_kv_cache_update",
+    }
+)  # fmt: skip
+"""Ops that may run in vLLM's forward beside the shared ones: each moves values and never rounds."""
 LOADED_VERSION = "loaded"
 """Weight version of a native engine, which loads a folder and takes no push."""
 
@@ -86,14 +95,16 @@ class VllmEngine:
         self._dtype = dtype or self._spec.numerics.compute_dtype
         self._check_environment()
         config = AutoConfig.from_pretrained(model_dir)
-        _check_supported(config)
+        self._on_cpu = self._spec.execution.device == "cpu"
+        _check_supported(config, on_cpu=self._on_cpu)
         self._facts = facts_of(config)
         self._expected = expected_shapes(self._facts)
         plugin.register()
         if policy == "aligned" and not plugin.installed():
             raise EngineError("the shared ops were not installed, so this engine cannot be aligned")
         weight_transfer.register_backend()
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        if self._on_cpu:  # on CUDA it would fill every new tensor, inside the graphs too
+            torch.use_deterministic_algorithms(True, warn_only=True)
         self._llm = self._start(load_format or ("dummy" if policy == "aligned" else "auto"))
         self._stop_token_ids = end_of_sequence_ids(model_dir, self._llm.get_tokenizer())
         self._version: str | None = None if policy == "aligned" else LOADED_VERSION
@@ -145,10 +156,26 @@ class VllmEngine:
         ]
 
     def preflight(self) -> dict[str, Any]:
-        """Run the probes of `engines.gates.preflight` on this engine."""
+        """Audit one drawing (aligned), then run the probes of `engines.gates.preflight`."""
         from engines.gates.preflight import run_probes
 
-        return run_probes(self, self._spec)
+        ops = self.audit() if self._policy == "aligned" else ()
+        return {**run_probes(self, self._spec), "ops_outside": list(ops)}
+
+    def audit(self) -> tuple[str, ...]:
+        """Draw once, prefill and decode; return the ops of vLLM's forward outside the shared ones.
+
+        Raises:
+            EngineError: One of them is not on `EXACT_OPS`.
+        """
+        from engines.gates.audit import OpsOutside, require_exact
+        from engines.gates.preflight import probe_request
+
+        model = self._model()
+        outside = OpsOutside()
+        with audited(model, "forward", outside), audited(model, "compute_logits", outside):
+            self.generate([probe_request("audit", 5, self)])
+        return require_exact(outside.names, EXACT_OPS, where="vLLM's forward")
 
     @property
     def vocab_size(self) -> int:
@@ -214,9 +241,13 @@ class VllmEngine:
         self._llm.start_weight_update()
         for bucket in resolved:
             self._llm.update_weights({"update_info": {"bucket": bucket}})
-        self._llm.finish_weight_update(weight_version=str(version))
+        if self._on_cpu:
+            self._llm.finish_weight_update(weight_version=str(version))
+            self._version = self._llm.get_weight_version()
+        else:  # vLLM 0.26 keeps no version of its own
+            self._llm.finish_weight_update()
+            self._version = str(version)
         self.reset_prefix_cache()
-        self._version = self._llm.get_weight_version()
         stored = self._stored()
         if flip is not None and flip.probe == "received":
             flip_bit(stored[choose_name(stored, flip)], flip.element, flip.bit)
@@ -286,6 +317,7 @@ class VllmEngine:
             "max_num_seqs": config.scheduler_config.max_num_seqs,
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "eager": config.model_config.enforce_eager,
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "max_model_len": config.model_config.max_model_len,
             "logprobs_mode": config.model_config.logprobs_mode,
             "generation_config": config.model_config.generation_config,
@@ -307,19 +339,14 @@ class VllmEngine:
             # The folder's generation_config.json must not change sampling behind the spec's back.
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
-            enforce_eager=True,
             enable_prefix_caching=True,
-            # A prompt in two parts and a seed of its own do not go together on CPU.
-            enable_chunked_prefill=False,
-            async_scheduling=False,
             max_model_len=length,
             max_num_seqs=spec.execution.max_num_seqs,
-            max_num_batched_tokens=max(length, MIN_BATCHED_TOKENS),
-            block_size=PAGE_SIZE,
             kv_cache_memory_bytes=spec.execution.kv_cache_mib * 2**20,
             weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
             seed=0,
             disable_log_stats=True,
+            **start_options(spec, policy=self._policy, max_model_len=length),
         )
 
     def _check_environment(self) -> None:
@@ -348,8 +375,8 @@ class VllmEngine:
             )
 
 
-def _check_supported(config: Any) -> None:
-    """Refuse what neither the shared ops nor vLLM's CPU backend has, before anything is started."""
+def _check_supported(config: Any, *, on_cpu: bool) -> None:
+    """Refuse what the shared ops or vLLM's CPU backend do not have, before anything is started."""
     parameters = config.rope_parameters or {}
     kind = parameters.get("rope_type", "default")
     if kind != "default":
@@ -357,7 +384,6 @@ def _check_supported(config: Any) -> None:
             f"rope scaling {kind!r} ({parameters}) has no shared op, so vLLM and trainer would "
             "differ; supported: default"
         )
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
     facts = facts_of(config)
     head_dim = facts.head_dim
     # vLLM's Qwen2 never reads head_dim; Llama's does.
@@ -367,11 +393,32 @@ def _check_supported(config: Any) -> None:
             f"head_dim={head_dim}, but vLLM's Qwen2 always takes hidden_size / num_attention_heads "
             f"= {implied}; the two would be different models"
         )
+    if not on_cpu:
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
     if head_dim not in sizes:
         raise UnsupportedError(
             f"head_dim={head_dim}: vLLM's CPU attention takes {', '.join(map(str, sizes))}; choose "
             "num_attention_heads and head_dim accordingly"
         )
+
+
+@contextmanager
+def audited(model: torch.nn.Module, method: str, mode: Any) -> Iterator[None]:
+    """Run one method of `model` under a dispatch mode while the block lasts."""
+    original = getattr(model, method)
+
+    def under_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return original(*args, **kwargs)
+
+    setattr(model, method, under_mode)
+    try:
+        yield
+    finally:
+        delattr(model, method)
 
 
 def _keep(stored: Mapping[str, torch.Tensor], path: Path) -> None:

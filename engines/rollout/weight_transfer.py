@@ -9,6 +9,7 @@ engines on the shared ops only, and a packed one refuses (`VllmEngine.receive`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
@@ -65,6 +66,18 @@ class HostWeightTransferEngine(WeightTransferEngine[HostInitInfo, HostUpdateInfo
                 "tensors; "
                 f"left out: {', '.join(sorted(names - taken))}"
             )
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Refuse: a trainer packs buckets itself, and the driver moves them.
+
+        Raises:
+            EngineError: Always; vLLM 0.26 asks for the method and never calls it.
+        """
+        raise EngineError(
+            "weights of this backend are packed by engines.weights.wire and given to "
+            "VllmEngine.receive; vLLM does not send them"
+        )
 
     def finish_weight_update(self) -> None:
         """Do nothing: what arrived is in place."""

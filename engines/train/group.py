@@ -17,11 +17,9 @@ from typing import Any
 
 from engines.cluster import EngineHandle, gather
 from engines.contracts import Flip, TrainSample, UpdateRecord
+from engines.train.registry import TRAINERS
 from model_specs.errors import CheckpointError, EngineError
 from model_specs.run_spec import RunSpec
-
-TRAINERS: Mapping[str, str] = {"fsdp2": "engines.train.fsdp2.actor:Fsdp2Trainer"}
-"""`RunSpec.trainer` -> import path of the class that every rank's process makes."""
 
 
 def trainer_env(spec: RunSpec) -> dict[str, str]:
@@ -36,6 +34,8 @@ def trainer_env(spec: RunSpec) -> dict[str, str]:
         "CUBLAS_WORKSPACE_CONFIG": ":16:8",
         "CUBLASLT_WORKSPACE_SIZE": "1",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        # Trainer and engines share the device: Ray is not asked for it and must not hide it.
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "DO_NOT_TRACK": "1",

@@ -14,7 +14,7 @@ to sequences whatever is packed together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -64,6 +64,13 @@ class PackedSlot:
     def first_tokens(self) -> tuple[int, ...]:
         """Index in [0, T) of each sequence's first scored token."""
         return (0, *accumulate(self.counts))[:-1]
+
+    def to(self, device: torch.device) -> PackedSlot:
+        """Return the slot with its tensors on `device`; itself where they are."""
+        if self.ids.device == device:
+            return self
+        names = ("ids", "positions", "padding", "scored_rows", "head_rows", "targets")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def split(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Cut [T] values into one tensor a sequence."""

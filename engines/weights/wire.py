@@ -109,5 +109,5 @@ def _to_wire(name: str, tensor: torch.Tensor) -> WireTensor:
         name=name,
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
-        data=flat.view(torch.uint8).numpy(),
+        data=flat.view(torch.uint8).cpu().numpy(),
     )

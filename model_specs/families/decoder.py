@@ -49,7 +49,9 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, str | None]:
     return theta, None
 
 
-def config_facts(config: Mapping[str, Any], *, qkv_bias: bool) -> dict[str, Any]:
+def config_facts(
+    config: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool = False
+) -> dict[str, Any]:
     """Return `ModelSpec` field -> value as `config` states it; None where it states nothing."""
     facts: dict[str, Any] = {field: config.get(name) for field, name in _CONFIG_NAMES.items()}
     heads, hidden = facts["num_attention_heads"], facts["hidden_size"]
@@ -58,6 +60,7 @@ def config_facts(config: Mapping[str, Any], *, qkv_bias: bool) -> dict[str, Any]
     facts["rope_theta"], facts["rope_scaling"] = _rope(config)
     facts["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     facts["qkv_bias"] = qkv_bias
+    facts["qk_norm"] = qk_norm
     facts["dtype"] = config.get("dtype", config.get("torch_dtype"))
     return facts
 
@@ -79,8 +82,19 @@ def common_refusals(config: Mapping[str, Any]) -> list[Difference]:
     return refusals
 
 
+def sliding_window_refusals(config: Mapping[str, Any]) -> list[Difference]:
+    """Return the settings of the Qwen families that ask for attention over a window."""
+    refusals: list[Difference] = []
+    if config.get("use_sliding_window", False):
+        refusals.append(("use_sliding_window", False, config["use_sliding_window"]))
+    windowed = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
+    if windowed:
+        refusals.append(("layer_types", "full_attention", windowed[0]))
+    return refusals
+
+
 def spec_from_facts(
-    family: Literal["qwen2", "llama"],
+    family: Literal["qwen2", "llama", "qwen3"],
     path: str,
     facts: Mapping[str, Any],
     refusals: list[Difference],
@@ -156,6 +170,9 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}self_attn.{name}.weight"] = (rows, hidden)
             if spec.qkv_bias:
                 shapes[f"{prefix}self_attn.{name}.bias"] = (rows,)
+        if spec.qk_norm:
+            shapes[prefix + "self_attn.q_norm.weight"] = (spec.head_dim,)
+            shapes[prefix + "self_attn.k_norm.weight"] = (spec.head_dim,)
         shapes[prefix + "self_attn.o_proj.weight"] = (hidden, query)
         shapes[prefix + "mlp.gate_proj.weight"] = (inner, hidden)
         shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)

@@ -10,6 +10,7 @@ from model_specs.families.decoder import (
     common_refusals,
     config_facts,
     fact_differences,
+    sliding_window_refusals,
     spec_from_facts,
 )
 from model_specs.model_spec import ModelSpec
@@ -19,13 +20,7 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 
 
 def _refusals(config: Mapping[str, Any]) -> list[Difference]:
-    refusals = common_refusals(config)
-    if config.get("use_sliding_window", False):
-        refusals.append(("use_sliding_window", False, config["use_sliding_window"]))
-    windowed = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
-    if windowed:
-        refusals.append(("layer_types", "full_attention", windowed[0]))
-    return refusals
+    return common_refusals(config) + sliding_window_refusals(config)
 
 
 def from_config(config: Mapping[str, Any], path: str) -> ModelSpec:

@@ -52,7 +52,12 @@ def recipe() -> RunSpec:
     return RunSpec(
         recipe="tiny_cpu",
         model=TINY_MODEL,
-        data=DataSpec(source="generated:arithmetic", prompts_per_step=4, max_prompt_tokens=96),
+        data=DataSpec(
+            source="generated:arithmetic",
+            prompts_per_step=4,
+            max_prompt_tokens=96,
+            duplicates="keep",  # The generator draws with replacement: four questions come twice.
+        ),
         sampling=SamplingSpec(samples_per_prompt=8, max_new_tokens=24, temperature=1.0),
         reward=RewardSpec(name="digits"),
         loss=LossSpec(reference=True),

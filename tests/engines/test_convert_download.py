@@ -248,27 +248,6 @@ def test_an_unknown_source_is_refused_by_name(tmp_path: Path, path: str, message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_hub_revision_is_resolved_to_its_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    snapshot = tmp_path / "cache" / "snapshots" / commit
-    write_tiny_model(snapshot, MODEL)
-    asked: list[tuple[str, str]] = []
-
-    def fake(repository: str, *, revision: str, allow_patterns: list[str]) -> str:
-        assert "*.safetensors" in allow_patterns
-        asked.append((repository, revision))
-        return str(snapshot)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fake)
-    moving = download_model(_at("hf://org/name@main").model, tmp_path / "a")
-    bare = download_model(_at("hf://org/name").model, tmp_path / "b")
-    assert asked == [("org/name", "main"), ("org/name", "main")]
-    assert moving.revision == bare.revision == commit
-    assert json.loads((tmp_path / "a" / "manifest.json").read_text())["revision"] == commit
-
-
 def test_an_unreachable_hub_is_an_error_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,3 +272,20 @@ def test_a_data_file_may_be_named_directly(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
     with pytest.raises(SpecError, match="'generated:arithmetic'"):
         download_data(data.model_copy(update={"source": "generated:x"}), tmp_path / "other")
+
+
+def test_a_parquet_file_arrives_under_the_name_of_its_split(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    source = tmp_path / "rows.parquet"
+    rows = [{"messages": [{"role": "user", "content": "1"}], "label": str(i)} for i in range(3)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    data = RUN.data.model_copy(update={"source": str(source)})
+    result = download_data(data, tmp_path / "data")
+    assert list(result.files) == ["train.parquet"]
+    assert result.digest == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert download_data(data, tmp_path / "data").files == result.files
+    with pytest.raises(SpecError, match="leaves none of the 3 rows"):
+        download_data(data.model_copy(update={"rows": "3:"}), tmp_path / "other")
+    assert not (tmp_path / "other").exists()

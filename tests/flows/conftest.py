@@ -18,6 +18,7 @@ from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
 from tasks import convert, download, gates, session, train
+from tests.flows.command_line import CommandLine, Ended, clean_environment
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -84,6 +85,27 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 def reference(runner: Runner) -> Path:
     """A leg of three steps without any fault."""
     return runner.run(steps=3)
+
+
+@pytest.fixture(scope="session")
+def lockstep(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
+    """The command line, with one folder of runs and one Prefect database for all tests."""
+    folder = tmp_path_factory.mktemp("command line")
+    return CommandLine(
+        runs_dir=folder / "runs", environment=clean_environment(folder / "prefect home")
+    )
+
+
+@pytest.fixture(scope="session")
+def twin(lockstep: CommandLine) -> Ended:
+    """The main job as a user runs it: two legs of eight steps with all gates and controls."""
+    return lockstep("run", "tiny_cpu", "--twin", "--run-id", "twin")
+
+
+@pytest.fixture(scope="session")
+def twin_folder(lockstep: CommandLine, twin: Ended) -> Path:
+    """The run folder of the main job."""
+    return lockstep.runs_dir / "twin"
 
 
 @pytest.fixture(scope="session")

@@ -1,298 +1,64 @@
-"""One rank of the FSDP2 trainer; made by `engines.host.Host` in a process of its own.
+"""The FSDP2 trainer: a transformers causal LM on the shared ops, sharded by `fully_shard`.
 
-Every public method but `scores` is a collective: all ranks call it with the same arguments, in the
-same order, and `engines.train.group.TrainerGroup` sees to that. Invariants: no result depends on
-the number of ranks (under the tree reduction); what is digested is the live value that is then
-used; the trainer is never shown the rollout's log-probs.
+Masters are the sharded parameters themselves; FSDP2 gathers a copy in the compute dtype for each
+forward, and reduces a slot's gradient as soon as its backward has run.
 
     trainer = Fsdp2Trainer(spec_json, dcp_dir=folder, rank=0, world_size=1, rendezvous="file://...")
-    root = trainer.score(samples)
-    record = trainer.update(samples, step=1, update=0)
-    references, sent = trainer.send(version=1)
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from engines import numerics
-from engines.contracts import Flip, TrainSample, UpdateRecord
-from engines.environment import apply_torch_determinism, read_back
-from engines.faults import choose_name, flip_bit, flip_float32
-from engines.provenance.digest import digest_array, digest_floats, digest_json, root_digest
-from engines.provenance.tensor_digest import digest_tensor
-from engines.train.advantages import round_to_float32
-from engines.train.fsdp2.evidence import flip_shard, keep_shards, keep_tensors
-from engines.train.fsdp2.model import audit, build_model, share_forward
-from engines.train.fsdp2.optimizer import ShardedAdamW
-from engines.train.fsdp2.reference import Reference
-from engines.train.fsdp2.sharding import (
-    Shard,
-    all_objects,
-    gathered,
-    join,
-    merged_digests,
-    parameter_shards,
-    shard_model,
-)
-from engines.train.fsdp2.state import TrainingState
-from engines.train.grpo import (
-    SampleFigures,
-    UpdateTotals,
-    sample_figures,
-    slot_loss,
-    token_terms,
-    update_metrics,
-)
-from engines.train.lr_schedule import learning_rate
-from engines.train.reduction import BinaryCounter, clip_coefficient, total_norm
-from engines.train.slots import pack_slot, plan_slots
-from engines.weights.wire import pack
+from engines.train.fsdp2.model import EXACT_OPS, build_model, share_forward
+from engines.train.fsdp2.sharding import parameter_shards, shard_model
+from engines.train.reduction import BinaryCounter
+from engines.train.shards import Shard, gathered
+from engines.train.trainer import GrpoTrainer
 from model_specs.errors import EngineError
-from model_specs.fingerprint import trajectory_fingerprint
-from model_specs.run_spec import RunSpec, TreeReduction
+from model_specs.run_spec import TreeReduction
 
 
-class Fsdp2Trainer:
-    """This rank's share of `engines.contracts.Trainer`; see the methods there."""
+class Fsdp2Trainer(GrpoTrainer):
+    """One rank of the FSDP2 trainer."""
 
-    def __init__(
-        self,
-        spec_json: str,
-        *,
-        dcp_dir: str,
-        rank: int,
-        world_size: int,
-        rendezvous: str,
-        threads: int | None = None,
-    ) -> None:
-        """Join the other ranks, build the model, load its weights and audit its ops.
-
-        Args:
-            spec_json: A `RunSpec` as JSON.
-            dcp_dir: The run's converted initial weights; also the reference of a resumed run.
-            rank: Of [0, world_size).
-            world_size: Number of ranks; must divide the number of slots.
-            rendezvous: `file://` and the path of a file that does not exist yet.
-            threads: Of this process; None takes `execution.threads`.
-        """
-        self.spec = RunSpec.model_validate_json(spec_json)
-        self._rank, self._world_size = rank, world_size
-        if self.spec.reduction.slots % world_size:
-            raise EngineError(
-                f"{world_size} trainer ranks do not divide reduction.slots="
-                f"{self.spec.reduction.slots}; every rank must be dealt the same number of slots"
-            )
-        apply_torch_determinism(threads or self.spec.execution.threads)
-        self._compute_dtype: torch.dtype = getattr(torch, self.spec.numerics.compute_dtype)
-        mesh = join(rendezvous, rank=rank, world_size=world_size)
-        self._model = build_model(self.spec.model)
-        share_forward(self._model, self.spec.model, temperature=self.spec.sampling.temperature)
+    def _build(self) -> dict[str, Shard]:
+        """Build, share and shard the model; the masters are its parameters."""
+        device = self.spec.execution.device
+        if device == "cuda":
+            torch.cuda.set_device(self._rank % torch.cuda.device_count())
+        mesh = init_device_mesh(device, (self._world_size,), mesh_dim_names=("data",))
+        self._counter = BinaryCounter()
+        self._model = build_model(self.spec.model, device=device)
+        share_forward(
+            self._model,
+            self.spec.model,
+            temperature=self.spec.sampling.temperature,
+            gradient_checkpointing=self.spec.trainer_options.gradient_checkpointing,
+        )
         shard_model(
             self._model,
             mesh=mesh,
             compute_dtype=self._compute_dtype,
             reduction=self.spec.reduction,
         )
-        self._shards = parameter_shards(self._model)
-        self._optimizer = ShardedAdamW(self._shards, self.spec.optimizer)
-        self._state = TrainingState(
-            self._shards,
-            self._optimizer,
-            initial_dir=dcp_dir,
-            trajectory=trajectory_fingerprint(self.spec),
-        )
-        self._state.load_initial()
-        self._last_weights = self.weight_digests()
-        self._reference = (
-            Reference(self._shards, compute_dtype=self._compute_dtype)
-            if self.spec.loss.reference
-            else None
-        )
-        self._scores: dict[str, torch.Tensor] = {}
-        self._reference_scores: dict[str, torch.Tensor] = {}
-        self._scores_were_flipped = False
-        self._ops_outside = self.audit()
+        return parameter_shards(self._model)
 
-    # -- scoring
-
-    def score(self, samples: Sequence[TrainSample], *, flip: Flip | None = None) -> str:
-        """Score all samples at the current weights; return the root digest of the log-probs.
-
-        Where a reference is held, its log-probs are computed too and kept for the updates.
-
-        Raises:
-            EngineError: Two samples have one request id, or a sample has no tokens.
-        """
-        if len({sample.request_id for sample in samples}) != len(samples):
-            raise EngineError("request ids of the samples to score are not unique")
-        self._scores = self._score_all(samples)
-        self._scores_were_flipped = flip is not None and flip.probe == "train_logprobs"
-        if flip is not None and self._scores_were_flipped:
-            flip_bit(self._scores[choose_name(self._scores, flip)], flip.element, flip.bit)
-        self._reference_scores = {}
-        if self._reference is not None:
-            with self._reference.swapped_in(self._shards):
-                self._reference_scores = self._score_all(samples)
-        return root_digest({name: digest_floats(name, row) for name, row in self.scores().items()})
-
-    def scores(self) -> dict[str, tuple[float, ...]]:
-        """Reveal request id -> log-probs (float32 values) of the last `score`."""
-        return {name: tuple(row.tolist()) for name, row in self._scores.items()}
-
-    def reference_scores(self) -> dict[str, tuple[float, ...]]:
-        """Request id -> log-probs under the reference; empty where none is held."""
-        return {name: tuple(row.tolist()) for name, row in self._reference_scores.items()}
-
-    def _score_all(self, samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
-        size = self.spec.samples_per_update // self.spec.reduction.slots
-        chunks = [samples[first : first + size] for first in range(0, len(samples), size)]
-        mine: dict[str, torch.Tensor] = {}
-        for first in range(0, len(chunks), self._world_size):
-            # A forward is a collective: a rank without a chunk repeats the last one.
-            slot = pack_slot(chunks[min(first + self._rank, len(chunks) - 1)])
-            with torch.no_grad():
-                logprobs, _ = self._model(slot)
-            mine |= {
-                name: row.clone()
-                for name, row in zip(slot.request_ids, slot.split(logprobs), strict=True)
-            }
-        merged = {name: row for part in all_objects(mine) for name, row in part.items()}
-        return {sample.request_id: merged[sample.request_id] for sample in samples}
-
-    # -- updating
-
-    def update(
-        self,
-        samples: Sequence[TrainSample],
-        *,
-        step: int,
-        update: int,
-        flip: Flip | None = None,
-        keep_to: str | None = None,
-    ) -> UpdateRecord:
-        """Run one optimizer step on samples that have been scored.
-
-        A flip is applied by the first update of its step. With `keep_to` rank 0 writes the
-        tensors of every probe as `<keep_to>/<probe>.safetensors`.
-
-        Raises:
-            EngineError: A sample was not scored, a loss or gradient is not finite, or the training
-                forward at the sampling weights is not bitwise the score.
-        """
-        flip = flip if update == 0 else None
-        gradients, figures = self._gradients(samples)
-        losses, metrics = self._check_figures(figures, update=update, flip=flip)
-        digests = {"loss": {name: digest_floats(name, [loss]) for name, loss in losses.items()}}
-        if flip is not None and flip.probe == "grads":
-            flip_shard(gradients, flip)
-        digests["grads"] = merged_digests(gradients)
-        keep_shards(keep_to, "grads", gradients)
-        norm = np.array([self._norm(gradients)])
-        if flip is not None and flip.probe == "grad_norm":
-            flip_bit(norm, flip.element, flip.bit)
-        digests["grad_norm"] = {"grad_norm": digest_array("grad_norm", norm)}
-        rate = self._step(gradients, float(norm[0]), num_samples=len(samples))
-        self._state.step = step
-        moments = self._state.moments()
-        for probe, shards in (("optimizer", moments), ("weights", self._shards)):
-            if flip is not None and flip.probe == probe:
-                flip_shard(shards, flip)
-            digests[probe] = merged_digests(shards)
-            keep_shards(keep_to, probe, shards)
-        digests["optimizer"]["step"] = digest_json(self._optimizer.num_steps)
-        if keep_to is not None and self._rank == 0:
-            values = {name: torch.tensor([loss]) for name, loss in losses.items()}
-            keep_tensors(keep_to, "loss", values)
-            keep_tensors(keep_to, "grad_norm", {"grad_norm": torch.from_numpy(norm)})
-        before, self._last_weights = self._last_weights, digests["weights"]
-        return UpdateRecord(
-            digests=digests,
-            metrics={**metrics, "train/grad_norm": float(norm[0]), "train/lr": rate},
-            changed_weights=sum(
-                before[name] != digest for name, digest in self._last_weights.items()
-            ),
-        )
-
-    def _gradients(
-        self, samples: Sequence[TrainSample]
-    ) -> tuple[dict[str, Shard], list[SampleFigures]]:
-        """Run this rank's slots; return reduced gradients and all samples' figures in order."""
-        totals = UpdateTotals.of(samples)
-        slots = plan_slots(len(samples), num_slots=self.spec.reduction.slots)
-        counter = BinaryCounter()
-        mine: list[SampleFigures] = []
-        summed: list[torch.Tensor] = []
-        for indices in slots[self._rank :: self._world_size]:
-            mine += self._backward([samples[index] for index in indices], totals)
-            if isinstance(self.spec.reduction, TreeReduction):
-                counter.push(self._take_gradients())
+    def _take_slot_gradient(self) -> None:
+        """Under the tree, add the slot; under the stock reduction FSDP2 adds rounds up itself."""
         if isinstance(self.spec.reduction, TreeReduction):
-            summed = counter.result()
-        else:  # FSDP2 has added the rounds up itself
-            summed = self._take_gradients()
-        by_id = {figure.request_id: figure for part in all_objects(mine) for figure in part}
-        gradients = {
-            name: shard.like(gradient)
-            for (name, shard), gradient in zip(self._shards.items(), summed, strict=True)
-        }
-        return gradients, [by_id[sample.request_id] for sample in samples]
+            self._counter.push(self._taken())
 
-    def _backward(
-        self, samples: Sequence[TrainSample], totals: UpdateTotals
-    ) -> list[SampleFigures]:
-        slot = pack_slot(samples)
-        counts = torch.tensor(slot.counts)
-        old = self._known(self._scores, samples)
-        reference = self._known(self._reference_scores, samples) if self._reference else None
-        logprobs, entropy = self._model(slot)
-        weights = [totals.weight(sample, self.spec.loss) for sample in samples]
-        terms = token_terms(
-            logprobs,
-            entropy,
-            old=old,
-            advantages=torch.tensor([s.advantage for s in samples]).repeat_interleave(counts),
-            reference=reference,
-            loss=self.spec.loss,
-        )
-        slot_loss(terms, torch.tensor(weights).repeat_interleave(counts)).backward()
-        return [
-            sample_figures(
-                sample.request_id,
-                terms.part(first, first + count),
-                weight=weight,
-                logprobs=logprobs[first : first + count],
-                old=old[first : first + count],
-            )
-            for sample, weight, first, count in zip(
-                samples, weights, slot.first_tokens, slot.counts, strict=True
-            )
-        ]
+    def _take_update_gradient(self) -> dict[str, torch.Tensor]:
+        """Return name -> this rank's rows of the summed gradient."""
+        tree = isinstance(self.spec.reduction, TreeReduction)
+        summed = self._counter.result() if tree else self._taken()
+        return dict(zip(self._shards, summed, strict=True))
 
-    def _known(
-        self, scores: Mapping[str, torch.Tensor], samples: Sequence[TrainSample]
-    ) -> torch.Tensor:
-        """Concatenate the stored log-probs of these samples."""
-        rows = []
-        for sample in samples:
-            row = scores.get(sample.request_id)
-            if row is None or len(row) != len(sample.token_ids):
-                found = "none" if row is None else f"{len(row)} log-probs"
-                raise EngineError(
-                    f"{sample.request_id}: {len(sample.token_ids)} tokens are to be trained on, "
-                    f"but the last score() has {found}; score the samples of a step before its "
-                    "updates"
-                )
-            rows.append(row)
-        return torch.cat(rows)
-
-    def _take_gradients(self) -> list[torch.Tensor]:
+    def _taken(self) -> list[torch.Tensor]:
         """Detach this rank's reduced float32 gradients from the parameters, in order."""
         taken = []
         for name, parameter in self._model.named_parameters():
@@ -302,139 +68,14 @@ class Fsdp2Trainer:
             parameter.grad = None
         return taken
 
-    def _check_figures(
-        self, figures: Sequence[SampleFigures], *, update: int, flip: Flip | None
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return (request id and `total` -> float32 loss) and the metrics of the update."""
-        metrics = update_metrics(figures)
-        mismatches = metrics["train/rescore_mismatches"]
-        if update == 0 and mismatches and not self._scores_were_flipped:
-            worst = next(figure for figure in figures if figure.rescore_mismatches)
-            raise EngineError(
-                "the training forward differs from the score at the same weights on "
-                f"{mismatches:.0f} tokens, first in {worst.request_id}: an op depends on the "
-                "packing or on gradients"
-            )
-        losses = {f.request_id: f.figures["loss"] for f in figures}
-        for name, value in losses.items():
-            if not math.isfinite(value):
-                raise EngineError(f"{name}: the loss is not finite ({value}); nothing was updated")
-        losses = {name: round_to_float32(value) for name, value in losses.items()}
-        if flip is not None and flip.probe == "loss":
-            name = choose_name(losses, flip)
-            losses[name] = flip_float32(losses[name], flip.bit)
-        losses["total"] = round_to_float32(math.fsum(losses.values()))
-        return losses, {**metrics, "train/loss": losses["total"]}
-
-    def _norm(self, gradients: Mapping[str, Shard]) -> float:
-        """Return the float64 norm of the whole gradient; EngineError if it is not finite."""
-        squares = {
-            name: gathered(shard, numerics.row_square_sums(shard.local))
-            for name, shard in gradients.items()
-        }
-        norm = total_norm(list(squares.values()))
-        if not math.isfinite(norm):
-            name = next(n for n, rows in squares.items() if not bool(torch.isfinite(rows).all()))
-            raise EngineError(
-                f"the gradient of {name} is not finite (norm {norm}); nothing was updated"
-            )
-        return norm
-
-    def _step(self, gradients: Mapping[str, Shard], norm: float, *, num_samples: int) -> float:
-        """Clip, count the samples, apply AdamW; return the learning rate."""
-        coefficient = clip_coefficient(norm, clip_grad=self.spec.optimizer.clip_grad)
-        if coefficient < 1:
-            for shard in gradients.values():
-                shard.local.mul_(round_to_float32(coefficient))
-        self._state.samples_consumed += num_samples
-        rate = learning_rate(
-            self._state.samples_consumed, optimizer=self.spec.optimizer, schedule=self.spec.schedule
-        )
-        self._optimizer.step(
-            self._shards,
-            {name: shard.local for name, shard in gradients.items()},
-            learning_rate=rate,
-        )
-        return rate
-
-    # -- sending
-
     def wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor in the wire dtype), plain and independent of the masters."""
         for name, shard in self._shards.items():
             yield name, gathered(shard, shard.local.to(self._compute_dtype, copy=True))
 
-    def send(
-        self, *, version: int, flip: Flip | None = None, keep_to: str | None = None
-    ) -> tuple[list[Any], dict[str, str]]:
-        """Cast to the wire dtype; return references to buckets (of rank 0), name -> digest."""
-        chosen = (
-            choose_name(self._shards, flip) if flip is not None and flip.probe == "sent" else None
-        )
-        digests: dict[str, str] = {}
-        kept: dict[str, torch.Tensor] = {}
+    def _publish(self) -> None:
+        """Do nothing: every forward gathers a fresh copy of the masters."""
 
-        def stream() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in self.wire_tensors():
-                if flip is not None and name == chosen:
-                    flip_bit(tensor, flip.element, flip.bit)
-                digests[name] = digest_tensor(name, tensor)
-                if keep_to is not None:
-                    kept[name] = tensor
-                yield name, tensor
-
-        references = []
-        for bucket in pack(stream(), bucket_mib=self.spec.execution.bucket_mib):
-            if self._rank == 0:
-                import ray
-
-                references.append(ray.put(bucket))
-        if keep_to is not None and self._rank == 0:
-            keep_tensors(keep_to, "sent", kept)
-        return references, digests
-
-    # -- state
-
-    def weight_digests(self) -> dict[str, str]:
-        """Name -> digest of the live float32 masters."""
-        return self._state.weight_digests()
-
-    def state_digest(self) -> str:
-        """Digest of weights, optimizer state and progress; see `TrainingState.digest`."""
-        return self._state.digest()
-
-    def load(self, path: str) -> None:
-        """Load a checkpoint of this trajectory, or the run's initial folder."""
-        self._scores, self._reference_scores = {}, {}
-        self._state.load(path)
-        self._last_weights = self.weight_digests()
-
-    def save(
-        self, path: str, *, chain_digest: str, attempt: int, run_folder: str | None = None
-    ) -> str:
-        """Write, verify and commit a checkpoint; return its state digest."""
-        return self._state.save(
-            path, chain_digest=chain_digest, attempt=attempt, run_folder=run_folder
-        )
-
-    # -- evidence
-
-    def environment(self) -> dict[str, Any]:
-        """What this process really has, and the exact ops that run outside of the shared ones."""
-        environment = read_back()
-        # Ambient: which copies FSDP2 makes depends on the number of ranks, no bit does.
-        ambient = {**environment.get("ambient", {}), "ops_outside_shared": self._ops_outside}
-        return {**environment, "ambient": ambient}
-
-    def audit(self) -> tuple[str, ...]:
-        """Names of ops outside of the shared ones in one forward; EngineError if not exact."""
-        tokens = tuple(index % self.spec.model.vocab_size for index in range(8))
-        samples = [
-            TrainSample(request_id=str(count), prompt_token_ids=tokens[:count], token_ids=tokens)
-            for count in (3, 5)
-        ]
-        return audit(self._model, pack_slot(samples))
-
-    def close(self) -> None:
-        """Leave the process group."""
-        dist.destroy_process_group()
+    @property
+    def _exact_ops(self) -> frozenset[str]:
+        return EXACT_OPS

@@ -3,7 +3,7 @@
 The classes, parameters and state-dict names stay transformers' own; only `forward` of the
 instances is replaced, so that FSDP2's hooks on layers and root work as ever. Invariant: every op
 that rounds is one of `engines.numerics`; what runs beside them moves or reshapes values exactly,
-and `audit` proves that over a real forward.
+and an audit over a real forward proves that (`engines.gates.audit`).
 
     model = build_model(spec.model)
     share_forward(model, spec.model, temperature=spec.sampling.temperature)
@@ -12,18 +12,18 @@ and `audit` proves that over a real forward.
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines import numerics
+from engines.train.head import scored_logprobs
+from engines.train.recompute import recomputed
 from engines.train.slots import PackedSlot
-from model_specs.errors import EngineError, SpecError
+from model_specs.errors import SpecError
 from model_specs.families.decoder import parameter_shapes
 from model_specs.model_spec import ModelSpec
 
@@ -74,8 +74,12 @@ def model_config(spec: ModelSpec) -> Any:
     )
 
 
-def build_model(spec: ModelSpec) -> torch.nn.Module:
+def build_model(spec: ModelSpec, *, device: str = "cpu") -> torch.nn.Module:
     """Return the model with float32 parameters that are allocated but not initialised.
+
+    Args:
+        spec: The architecture.
+        device: Where the parameters lie.
 
     Raises:
         SpecError: Names or shapes of its parameters are not those the spec implies.
@@ -84,7 +88,7 @@ def build_model(spec: ModelSpec) -> torch.nn.Module:
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             model_config(spec), dtype=torch.float32
         )
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     model.tie_weights()  # `to_empty` gave the tied head storage of its own
     del model.model.rotary_emb  # the shared rotary op has its own frequencies
     built = {name: tuple(value.shape) for name, value in model.named_parameters()}
@@ -99,19 +103,31 @@ def build_model(spec: ModelSpec) -> torch.nn.Module:
     return model
 
 
-def share_forward(model: torch.nn.Module, spec: ModelSpec, *, temperature: float) -> None:
+def share_forward(
+    model: torch.nn.Module,
+    spec: ModelSpec,
+    *,
+    temperature: float,
+    gradient_checkpointing: bool = False,
+) -> None:
     """Replace the forwards of `model` and its parts, in place.
 
     Afterwards `model(slot)` returns (log-probs, entropy), float32 [T] each: of the completion
     tokens of all sequences in order, under softmax(logits / temperature).
     """
-    inv_freq = numerics.rotary_inv_freq(spec.rope_theta, spec.head_dim)
+    # Made on the host and moved: a power need not be the same on another device.
+    inv_freq = numerics.rotary_inv_freq(spec.rope_theta, spec.head_dim).to(
+        model.lm_head.weight.device
+    )
     for layer in model.model.layers:
-        _replace(layer, _layer_forward)
+        _replace(layer, _recomputed_layer_forward if gradient_checkpointing else _layer_forward)
         _replace(layer.self_attn, _attention_forward(spec, inv_freq))
         _replace(layer.mlp, _mlp_forward)
         _replace(layer.input_layernorm, _norm_forward)
         _replace(layer.post_attention_layernorm, _norm_forward)
+        if spec.qk_norm:
+            _replace(layer.self_attn.q_norm, _head_norm_forward)
+            _replace(layer.self_attn.k_norm, _head_norm_forward)
     _replace(model.model, _decoder_forward)
     _replace(model.model.embed_tokens, _embedding_forward)
     _replace(model.model.norm, _norm_forward)
@@ -124,6 +140,11 @@ def _replace(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
 
 def _norm_forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     return numerics.rms_norm(hidden, self.weight, self.variance_epsilon)
+
+
+def _head_norm_forward(self: Any, heads: torch.Tensor) -> torch.Tensor:
+    """[M, heads, head_dim]: each head of each row by itself."""
+    return _norm_forward(self, heads.reshape(-1, heads.shape[-1])).view(heads.shape)
 
 
 def _embedding_forward(self: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -150,9 +171,12 @@ def _attention_forward(spec: ModelSpec, inv_freq: torch.Tensor) -> Callable[...,
             (self.q_proj.bias, self.k_proj.bias, self.v_proj.bias),
         )
         rows = hidden.shape[0]
+        q, k = q.view(rows, heads, width), k.view(rows, kv_heads, width)
+        if spec.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         mixed = numerics.causal_attention(
-            numerics.rotary(q.view(rows, heads, width), slot.positions, inv_freq),
-            numerics.rotary(k.view(rows, kv_heads, width), slot.positions, inv_freq),
+            numerics.rotary(q, slot.positions, inv_freq),
+            numerics.rotary(k, slot.positions, inv_freq),
             v.view(rows, kv_heads, width),
             starts=slot.starts,
             lengths=slot.lengths,
@@ -169,6 +193,11 @@ def _layer_forward(self: Any, hidden: torch.Tensor, slot: PackedSlot) -> torch.T
     return numerics.add(hidden, self.mlp(self.post_attention_layernorm(hidden)))
 
 
+def _recomputed_layer_forward(self: Any, hidden: torch.Tensor, slot: PackedSlot) -> torch.Tensor:
+    # Inside of FSDP2's hooks, which gather the layer's weights again before its backward.
+    return recomputed(_layer_forward, self, hidden, slot)
+
+
 def _decoder_forward(self: Any, slot: PackedSlot) -> torch.Tensor:
     hidden = self.embed_tokens(slot.ids).masked_fill(slot.padding[:, None], 0)
     for layer in self.layers:
@@ -178,69 +207,11 @@ def _decoder_forward(self: Any, slot: PackedSlot) -> torch.Tensor:
 
 def _causal_lm_forward(temperature: float) -> Callable[..., Any]:
     def forward(self: Any, slot: PackedSlot) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = _CollectRows.apply(self.model(slot), slot)
-        logprobs, entropy = numerics.head_logprobs(
-            hidden, self.lm_head.weight, slot.targets, temperature=temperature
+        slot = slot.to(self.lm_head.weight.device)
+        logprobs, entropy = scored_logprobs(
+            self.model(slot), self.lm_head.weight, slot, temperature=temperature
         )
-        return (
-            logprobs.index_select(0, slot.head_rows),
-            entropy.index_select(0, slot.head_rows),
-        )
+        # The loss is computed on the host, where its sums are exactly rounded.
+        return logprobs.cpu(), entropy.cpu()
 
     return forward
-
-
-class _CollectRows(torch.autograd.Function):
-    """[M, K] -> [H, K]: scored rows to their head rows, zeros elsewhere; exact both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, slot: PackedSlot) -> torch.Tensor:
-        ctx.slot, ctx.num_rows = slot, hidden.shape[0]
-        collected = hidden.new_zeros(slot.num_head_rows, hidden.shape[1])
-        return collected.index_copy_(0, slot.head_rows, hidden.index_select(0, slot.scored_rows))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        rows = gradient.index_select(0, ctx.slot.head_rows)
-        spread = gradient.new_zeros(ctx.num_rows, gradient.shape[1])
-        return spread.index_copy_(0, ctx.slot.scored_rows, rows), None
-
-
-class _OpsOutside(TorchDispatchMode):
-    """Collects the names of ops that were not called from `engines.numerics`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _called_from_numerics():
-            self.names.add(func.overloadpacket._qualified_op_name.replace("::", "."))
-        return func(*args, **(kwargs or {}))
-
-
-def _called_from_numerics() -> bool:
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("engines.numerics"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def audit(model: torch.nn.Module, slot: PackedSlot) -> tuple[str, ...]:
-    """Run one forward without gradient and return the ops outside of the shared ones, sorted.
-
-    Raises:
-        EngineError: One of them is not on `EXACT_OPS`.
-    """
-    with torch.no_grad(), _OpsOutside() as outside:
-        model(slot)
-    unknown = sorted(outside.names - EXACT_OPS)
-    if unknown:
-        raise EngineError(
-            f"the trainer's forward runs {', '.join(unknown)} outside of the shared ops; a result "
-            "of such an op may depend on the batch: route it through engines.numerics, or show "
-            "that it is exact and list it"
-        )
-    return tuple(sorted(outside.names))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import struct
 
 import pytest
+from pydantic import ValidationError
 
 from engines import rewards
-from engines.contracts import Sample
-from engines.rewards import REWARDS, digits, score_samples
-from model_specs.errors import EngineError, SpecError
-from model_specs.run_spec import RewardSpec
+from engines.contracts import Prompt, Sample
+from engines.rewards import REWARDS, digits, metadata_of, score_samples
+from model_specs.errors import DivergedError, EngineError, SpecError
+from model_specs.run_spec import SHIPPED_REWARDS, RewardSpec
 
 DIGITS = RewardSpec(name="digits")
 
@@ -69,8 +70,59 @@ def test_a_reward_outside_of_its_range_is_refused(
         score_samples([_sample("5")], {"train-0": "5"}, DIGITS)
 
 
+def test_a_reward_that_comes_out_differently_again_is_diverged_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def counting(text: str, label: str, **_: object) -> float:
+        calls.append(text)
+        return 1.0 if calls.count("b") == 2 and text == "b" else 0.0
+
+    monkeypatch.setitem(rewards.REWARDS, "digits", counting)
+    samples = [_sample("a"), _sample("b", prompt_id="train-1")]
+    with pytest.raises(DivergedError, match=r"1 of 2 .* first sample 1/train-1/0: 0\.0, then 1\.0"):
+        score_samples(samples, {"train-0": "", "train-1": ""}, DIGITS)
+    assert calls == ["a", "b", "b", "a"]
+    error = DivergedError("text", probe="rewards", name="x")
+    assert (error.exit_code, error.probe, error.name) == (10, "rewards", "x")
+
+
+def test_the_range_of_a_reward_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rewards.REWARDS, "digits", lambda *args, **kwargs: -1.0)
+    signed = RewardSpec(name="digits", low=-1.0)
+    assert score_samples([_sample("5")], {"train-0": "5"}, signed) == (-1.0,)
+    with pytest.raises(EngineError, match=r"-1\.0, not in \[0\.0, 1\.0\]; set reward\.low"):
+        score_samples([_sample("5")], {"train-0": "5"}, DIGITS)
+
+
+def test_metadata_reaches_the_reward_as_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def keeping(text: str, label: str, *, metadata: object, **_: object) -> float:
+        seen.append(metadata)
+        return 0.0
+
+    monkeypatch.setitem(rewards.REWARDS, "digits", keeping)
+    prompts = [
+        Prompt(prompt_id="train-0", token_ids=(1,), text="", label="", metadata='{"level":3}'),
+        Prompt(prompt_id="train-1", token_ids=(2,), text="", label=""),
+    ]
+    samples = [_sample("a"), _sample("b", prompt_id="train-1")]
+    labels = {prompt.prompt_id: prompt.label for prompt in prompts}
+    score_samples(samples, labels, DIGITS, metadata=metadata_of(prompts))
+    assert seen == [{"level": 3}, None, None, {"level": 3}]
+
+
 def test_every_declared_reward_is_registered() -> None:
-    assert set(REWARDS) == set(RewardSpec.model_fields["name"].annotation.__args__)
-    unknown = RewardSpec.model_construct(name="poetry", format_credit=0.0)
-    with pytest.raises(SpecError, match="'poetry'; known rewards: digits, gsm8k"):
-        score_samples([], {}, unknown)
+    assert tuple(sorted(REWARDS)) == SHIPPED_REWARDS
+    with pytest.raises(ValidationError, match="'poetry'; known rewards: digits, gsm8k, math"):
+        RewardSpec(name="poetry")
+
+
+def test_a_declared_reward_that_is_not_registered_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(rewards.REWARDS, "digits")
+    with pytest.raises(SpecError, match="'digits'; known rewards: gsm8k, math"):
+        score_samples([], {}, DIGITS)

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from engines.data import arithmetic_rows, data_file, load_rows, prompt_order, write_rows
+from engines.contracts import Prompt
+from engines.data import (
+    arithmetic_rows,
+    data_file,
+    load_rows,
+    prompt_order,
+    selected_rows,
+    write_rows,
+)
+from engines.loop import sample_requests
 from model_specs.errors import ArtifactError, SpecError
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
@@ -96,5 +105,85 @@ def test_a_missing_split_names_what_the_folder_holds(tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_text("{}\n")
     with pytest.raises(ArtifactError, match=r"no train\.jsonl; it holds test\.jsonl"):
         data_file(tmp_path, split="train")
+    (tmp_path / "test.parquet").write_bytes(b"")
+    with pytest.raises(ArtifactError, match=r"both test\.jsonl and test\.parquet"):
+        data_file(tmp_path, split="test")
+    (tmp_path / "rows.csv").write_text("")
+    with pytest.raises(ArtifactError, match=r"rows\.csv is neither \.jsonl nor \.parquet"):
+        data_file(tmp_path / "rows.csv", split="test")
     with pytest.raises(ArtifactError, match="does not exist"):
         data_file(tmp_path / "nowhere", split="train")
+
+
+@pytest.mark.parametrize("shuffle", ["true", "false"])
+@pytest.mark.parametrize("num_prompts", [4, 5, 7, 8, 11, 22])
+def test_carried_over_each_epoch_still_shows_each_prompt_once(
+    num_prompts: int, shuffle: str
+) -> None:
+    spec = apply_overrides(SPEC, ("data.last_batch=carry", f"data.shuffle={shuffle}"))
+    steps = [prompt_order(num_prompts, spec, step) for step in range(1, 3 * num_prompts + 1)]
+    assert all(len(set(step)) == 4 for step in steps)
+    shown = sum(steps, ())
+    for epoch in range(len(shown) // num_prompts):
+        part = shown[epoch * num_prompts : (epoch + 1) * num_prompts]
+        assert sorted(part) == list(range(num_prompts))
+
+
+def test_without_a_remainder_carrying_changes_nothing() -> None:
+    spec = apply_overrides(SPEC, ("data.last_batch=carry",))
+    for step in (1, 63, 64, 65, 200):
+        assert prompt_order(256, spec, step) == prompt_order(256, SPEC, step)
+    assert prompt_order(7, spec, 2) != prompt_order(7, SPEC, 2)
+
+
+def test_the_order_depends_on_the_step_alone_also_across_an_epoch() -> None:
+    spec = apply_overrides(SPEC, ("data.last_batch=carry",))
+    forwards = [prompt_order(9, spec, step) for step in range(1, 12)]
+    assert [prompt_order(9, spec, step) for step in range(11, 0, -1)] == forwards[::-1]
+
+
+def test_the_same_prompt_draws_other_tokens_in_the_next_epoch() -> None:
+    prompts = [Prompt(prompt_id=f"train-{i}", token_ids=(i,), text="", label="") for i in range(4)]
+    first, second = (
+        {request.prompt_id: request.seed for request in sample_requests(prompts, SPEC, step)}
+        for step in (1, 2)
+    )
+    assert first.keys() == second.keys()
+    assert not set(first.values()) & set(second.values())
+
+
+def test_parquet_and_json_lines_hold_the_same_rows(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = arithmetic_rows("test")
+    write_rows(tmp_path / "test.jsonl", rows)
+    (tmp_path / "p").mkdir()
+    file = tmp_path / "p" / "test.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
+    found, digest = load_rows(data_file(tmp_path / "p", split="test"))
+    assert found == load_rows(tmp_path / "test.jsonl")[0] == rows
+    assert digest == hashlib.sha256(file.read_bytes()).hexdigest()
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ArtifactError, match="no readable parquet file"):
+        load_rows(file)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "chosen"),
+    [
+        (None, range(10)),
+        (":", range(10)),
+        ("2:5", range(2, 5)),
+        ("-3:", range(7, 10)),
+        (":-8", range(2)),
+        ("8:99", range(8, 10)),
+    ],
+)
+def test_rows_are_selected_as_python_does(bounds: str | None, chosen: range) -> None:
+    assert selected_rows(10, bounds) == chosen
+
+
+def test_rows_that_leave_nothing_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"data\.rows='5:5' leaves none of the 10 rows"):
+        selected_rows(10, "5:5")

@@ -106,7 +106,9 @@ def test_what_cannot_be_encoded_is_refused(value: object) -> None:
     [
         "execution.trainer_ranks=2",
         "execution.request_order_seed=7",
-        "model.path=/elsewhere",
+        "model.path=generated:elsewhere",
+        "reward.timeout_s=5",
+        "recipe_digest=abc",
         "data.source=/elsewhere",
         "recipe=other",
     ],
@@ -137,6 +139,16 @@ def test_every_identity_field_changes_its_fingerprint_and_is_named() -> None:
         "numerics.compute_dtype": "float32",
         "schedule.horizon_samples": "64",
         "reward.format_credit": "0.5",
+        "reward.digest": "abc",
+        "reward.options": '{"a": 1}',
+        "data.rows": "0:9",
+        "data.metadata_key": "source",
+        "data.chat_template": "{{ messages }}",
+        "data.chat_template_args": '{"enable_thinking": false}',
+        "data.last_batch": "carry",
+        "data.too_long": "refuse",
+        "data.duplicates": "refuse",
+        "model.qk_norm": "true",
     }
     seen = {trajectory_fingerprint(spec)}
     for field, value in changes.items():
@@ -170,7 +182,7 @@ def test_a_sub_fingerprint_sees_only_its_fields() -> None:
     fields = ("model", "data.source")
     base = sub_fingerprint(spec, fields)
     assert sub_fingerprint(apply_overrides(spec, ("optimizer.lr=1",)), fields) == base
-    assert sub_fingerprint(apply_overrides(spec, ("model.path=/x",)), fields) == base
+    assert sub_fingerprint(apply_overrides(spec, ("model.path=generated:x",)), fields) == base
     assert sub_fingerprint(apply_overrides(spec, ("model.num_layers=3",)), fields) != base
     assert sub_fingerprint(apply_overrides(spec, ("data.source=/x",)), fields) != base
     with pytest.raises(SpecError, match=r"model\.colour"):

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from engines import numerics
-from engines.train.fsdp2.sharding import Shard
+from engines.train.shards import Shard
 from model_specs.run_spec import OptimizerSpec
 
 

@@ -3,7 +3,7 @@
 Invariant: two trainers with equal `digest()` go on bit for bit the same, whatever their number of
 ranks; a state that was loaded is the one its checkpoint names.
 
-    state = TrainingState(shards, optimizer, initial_dir=folder, trajectory=fingerprint)
+    state = TrainingState(shards, optimizer, initial_dir=dir, trajectory=key, storage=DcpStorage())
     state.load(path)
     state.save(path, chain_digest=head, attempt=1)
 """
@@ -15,11 +15,17 @@ from pathlib import Path
 
 import torch
 
-from engines.checkpoint.dcp import CheckpointMeta, read_meta, read_tensors, write_checkpoint
+from engines.checkpoint.dcp import (
+    CheckpointMeta,
+    DcpStorage,
+    Storage,
+    read_meta,
+    write_checkpoint,
+)
 from engines.provenance.digest import digest_json, root_digest
 from engines.provenance.fence import Fence
-from engines.train.fsdp2.optimizer import ShardedAdamW
-from engines.train.fsdp2.sharding import Shard, distributed, merged_digests
+from engines.train.optimizer import ShardedAdamW
+from engines.train.shards import Shard, distributed, merged_digests
 from model_specs.errors import CheckpointError
 
 
@@ -33,12 +39,17 @@ class TrainingState:
         *,
         initial_dir: str | Path,
         trajectory: str,
+        storage: Storage,
     ) -> None:
-        """Wrap live tensors; `initial_dir` is the folder of the run's converted initial weights."""
+        """Wrap live tensors; `initial_dir` is the folder of the run's converted initial weights.
+
+        `storage` writes and reads checkpoints; the initial folder is plain DCP for every trainer.
+        """
         self._shards = shards
         self._optimizer = optimizer
         self._initial_dir = Path(initial_dir).resolve()
         self._trajectory = trajectory
+        self._storage = storage
         self.step = 0
         """Last step that was updated; the data cursor."""
         self.samples_consumed = 0
@@ -76,7 +87,7 @@ class TrainingState:
             return
         meta = read_meta(path, trajectory=self._trajectory)
         tensors = self._tensors()
-        read_tensors(path, tensors)
+        self._storage.read(path, tensors)
         self.step = int(tensors["progress.step"])
         self.samples_consumed = int(tensors["progress.samples_consumed"])
         self._optimizer.num_steps = int(tensors["progress.updates"])
@@ -89,10 +100,7 @@ class TrainingState:
 
     def load_initial(self) -> None:
         """Load the initial weights and forget all training."""
-        read_tensors(
-            self._initial_dir,
-            {f"model.{name}": shard.sharded for name, shard in self._shards.items()},
-        )
+        DcpStorage().read(self._initial_dir, self._weights())
         self._optimizer.reset()
         self.step = 0
         self.samples_consumed = 0
@@ -113,6 +121,7 @@ class TrainingState:
                 **self._progress(),
             ),
             fence=None if run_folder is None else Fence(run_folder, attempt),
+            storage=self._storage,
         )
         return state
 
@@ -123,11 +132,15 @@ class TrainingState:
             "samples_consumed": self.samples_consumed,
         }
 
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {
+            f"model.{name}": shard.local if shard.sharded is None else shard.sharded
+            for name, shard in self._shards.items()
+        }
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Flat checkpoint key -> live tensor; the progress is a copy."""
-        tensors: dict[str, torch.Tensor] = {
-            f"model.{name}": shard.sharded for name, shard in self._shards.items()
-        }
+        tensors = self._weights()
         for name, shard in self.moments().items():
             tensors[f"optimizer.{name}"] = distributed(shard, shard.local)
         for name, value in self._progress().items():

@@ -4,19 +4,19 @@ Invariant: inside `Reference.swapped_in()` the masters hold exactly the initial 
 however it ends, they hold bit for bit what they held before. A resumed run's reference is that of
 the run: it is read from the initial folder, never from the checkpoint.
 
-    reference = Reference(parameter_shards(model), compute_dtype=torch.bfloat16)   # at the start
-    with reference.swapped_in(parameter_shards(model)):
+    reference = Reference(shards, compute_dtype=torch.bfloat16, publish=publish)   # at the start
+    with reference.swapped_in(shards):
         logprobs, _ = model(slot)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-from engines.train.fsdp2.sharding import Shard
+from engines.train.shards import Shard
 
 
 class Reference:
@@ -26,7 +26,15 @@ class Reference:
     nothing.
     """
 
-    def __init__(self, initial: Mapping[str, Shard], *, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        initial: Mapping[str, Shard],
+        *,
+        compute_dtype: torch.dtype,
+        publish: Callable[[], None],
+    ) -> None:
+        """Copy the rows; `publish` is called after each change of the live masters."""
+        self._publish = publish
         self._rows = {
             name: shard.local.to(compute_dtype, copy=True) for name, shard in initial.items()
         }
@@ -38,7 +46,9 @@ class Reference:
         try:
             for name, shard in live.items():
                 shard.local.copy_(self._rows[name])
+            self._publish()
             yield
         finally:
             for name, shard in live.items():
                 shard.local.copy_(kept[name])
+            self._publish()

@@ -1,117 +1,65 @@
-"""The trainer on one rank: step 0, packing, gradients against transformers, flips, sending."""
+"""Laws that every trainer keeps, on one rank: step 0, packing, gradients, flips, sending."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from engines.checkpoint.convert import convert_hf_to_dcp
-from engines.checkpoint.tiny_model import write_tiny_model
 from engines.contracts import Flip, TrainSample
 from engines.provenance.digest import digest_floats, root_digest
 from engines.provenance.tensor_digest import digest_tensor
-from engines.train.fsdp2.actor import Fsdp2Trainer
-from engines.train.fsdp2.model import audit, model_config
-from engines.train.fsdp2.sharding import gathered
+from engines.train.registry import TRAINERS
+from engines.train.shards import gathered
 from engines.train.slots import pack_slot
+from engines.train.trainer import GrpoTrainer
 from engines.weights.wire import unpack
 from model_specs.errors import EngineError, SpecError
 from model_specs.model_spec import ModelSpec
-from model_specs.recipes.tiny_cpu import TINY_MODEL
-from model_specs.run_spec import (
-    DataSpec,
-    LossSpec,
-    NumericsSpec,
-    OptimizerSpec,
-    PlanSpec,
-    RewardSpec,
-    RunSpec,
-    SamplingSpec,
-    TreeReduction,
+from model_specs.run_spec import RunSpec
+from model_specs.trainer_options import TrainerOptions
+from tests.engines.trainer_cases import (
+    DTYPES,
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    made_samples,
+    make_spec,
+    plain_loss,
+    started,
+    stock_model,
+    write_model,
 )
 
-QWEN2 = TINY_MODEL
-LLAMA = QWEN2.model_copy(
-    update={"family": "llama", "qkv_bias": False, "tie_word_embeddings": False, "head_dim": 16}
-)
-DTYPES = ("float32", "bfloat16")
 
-
-def make_spec(
-    dtype: str = "float32",
-    *,
-    model: ModelSpec = QWEN2,
-    slots: int = 2,
-    lr: float = 2e-3,
-    **loss: Any,
-) -> RunSpec:
-    return RunSpec(
-        recipe="test",
-        model=model,
-        data=DataSpec(source="generated:arithmetic", prompts_per_step=2, max_prompt_tokens=96),
-        sampling=SamplingSpec(samples_per_prompt=4, max_new_tokens=24, temperature=0.7),
-        reward=RewardSpec(name="digits"),
-        loss=LossSpec.model_validate({"reference": True, **loss}),
-        optimizer=OptimizerSpec(lr=lr, weight_decay=0.0, clip_grad=100.0),
-        reduction=TreeReduction(slots=slots),
-        numerics=NumericsSpec.model_validate({"compute_dtype": dtype}),
-        plan=PlanSpec(num_steps=4, checkpoint_every=2),
-    )
-
-
-def made_samples(count: int = 8, *, seed: int = 0) -> list[TrainSample]:
-    draw = random.Random(seed)
-    return [
-        TrainSample(
-            request_id=f"1/train-{i // 4}/{i % 4}",
-            prompt_token_ids=tuple(draw.randrange(100) for _ in range(draw.randrange(3, 90))),
-            token_ids=tuple(draw.randrange(100) for _ in range(draw.randrange(1, 25))),
-            advantage=draw.randrange(-4, 5) / 4 or 0.5,
-        )
-        for i in range(count)
-    ]
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `trainer_env` gives a trainer's process."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Family -> folder with `hf` and `dcp`."""
-    made = {}
-    for model in (QWEN2, LLAMA):
-        made[model.family] = tmp_path_factory.mktemp(model.family)
-        write_tiny_model(made[model.family] / "hf", model)
-        convert_hf_to_dcp(made[model.family] / "hf", made[model.family] / "dcp", model)
-    return made
+    return {
+        model.family: write_model(tmp_path_factory.mktemp(model.family), model)
+        for model in (QWEN2, LLAMA, QWEN3)
+    }
 
 
-@pytest.fixture
-def start(folders: dict[str, Path], tmp_path: Path) -> Any:
-    """Return a context manager that starts a trainer and closes it."""
-    count = iter(range(100))
+@pytest.fixture(params=sorted(TRAINERS))
+def start(request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path) -> Any:
+    """Return a context manager that starts this trainer on a spec and closes it."""
 
-    @contextmanager
-    def started(spec: RunSpec) -> Iterator[Fsdp2Trainer]:
-        trainer = Fsdp2Trainer(
-            spec.model_dump_json(),
-            dcp_dir=str(folders[spec.model.family] / "dcp"),
-            rank=0,
-            world_size=1,
-            rendezvous=f"file://{tmp_path}/rendezvous-{next(count)}",
-            threads=1,
-        )
-        try:
-            yield trainer
-        finally:
-            trainer.close()
+    def start_trainer(spec: RunSpec) -> AbstractContextManager[GrpoTrainer]:
+        named = spec.model_copy(update={"trainer": request.param})
+        return started(named, folders[spec.model.family], tmp_path)
 
-    return started
+    return start_trainer
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -184,48 +132,7 @@ def test_number_of_slots_changes_no_score(start: Any) -> None:
     assert len(set(roots)) == 1
 
 
-def double_model(trainer: Fsdp2Trainer) -> torch.nn.Module:
-    """Return transformers' own eager model in float64 at the trainer's current weights."""
-    config = model_config(trainer.spec.model)
-    config._attn_implementation = "eager"
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    state = {name: gathered(shard).double() for name, shard in trainer._shards.items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    return model
-
-
-def plain_loss(
-    model: torch.nn.Module,
-    samples: list[TrainSample],
-    trainer: Fsdp2Trainer,
-) -> torch.Tensor:
-    """GRPO's loss over transformers' forward, one sample at a time, in float64."""
-    loss_spec, temperature = trainer.spec.loss, trainer.spec.sampling.temperature
-    kept = [sample for sample in samples if not sample.masked]
-    parts = []
-    for sample in kept:
-        ids = torch.tensor([*sample.prompt_token_ids, *sample.token_ids])
-        logits = model(ids[None]).logits[0, len(sample.prompt_token_ids) - 1 : -1] / temperature
-        logs = torch.log_softmax(logits, -1)
-        lp = logs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-        entropy = -(logs.exp() * logs).sum(-1)
-        old = torch.tensor(trainer.scores()[sample.request_id], dtype=torch.float64)
-        ref = torch.tensor(trainer.reference_scores()[sample.request_id], dtype=torch.float64)
-        ratio = (lp - old).exp()
-        clipped = ratio.clamp(1 - loss_spec.clip_low, 1 + loss_spec.clip_high)
-        policy = torch.maximum(-sample.advantage * ratio, -sample.advantage * clipped)
-        kl = (ref - lp).exp() - (ref - lp) - 1
-        token = policy + loss_spec.kl_coef * kl - loss_spec.entropy_coef * entropy
-        if loss_spec.aggregation == "per_token":
-            parts.append(token.sum() / sum(len(s.token_ids) for s in kept))
-        else:
-            parts.append(token.mean() / len(kept))
-    return torch.stack(parts).sum()
-
-
-@pytest.mark.parametrize("model", [QWEN2, LLAMA], ids=lambda model: model.family)
+@pytest.mark.parametrize("model", [QWEN2, LLAMA, QWEN3], ids=lambda model: model.family)
 @pytest.mark.parametrize("aggregation", ["per_token", "per_sample"])
 def test_gradient_matches_unsharded_float64_transformers(
     model: ModelSpec, aggregation: str, start: Any
@@ -243,8 +150,8 @@ def test_gradient_matches_unsharded_float64_transformers(
     with start(spec) as trainer:
         trainer.score(samples)
         trainer.update(samples, step=1, update=0)  # so that ratio and KL have left their zeros
-        stock = double_model(trainer)
-        expected = plain_loss(stock, samples, trainer)
+        stock = stock_model(trainer, torch.float64)
+        expected = plain_loss(lambda ids: stock(ids[None]).logits[0], samples, trainer)
         expected.backward()
         gradients, figures = trainer._gradients(samples)
         loss = sum(figure.figures["loss"] for figure in figures)
@@ -291,7 +198,7 @@ def test_masked_sample_is_scored_but_its_advantage_changes_no_gradient(start: An
     assert digests[0] == digests[1]
 
 
-def run_update(trainer: Fsdp2Trainer, flip: Flip | None) -> dict[str, Any]:
+def run_update(trainer: GrpoTrainer, flip: Flip | None) -> dict[str, Any]:
     samples = made_samples()
     root = trainer.score(samples, flip=flip)
     record = trainer.update(samples, step=1, update=0, flip=flip)
@@ -372,6 +279,39 @@ def test_gradient_that_is_not_finite_names_the_parameter(start: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_checkpointing_keeps_fewer_bytes_and_every_bit(dtype: str, start: Any) -> None:
+    samples, logs, kept = made_samples(), [], []
+    for on in (False, True):
+        options = TrainerOptions(gradient_checkpointing=on)
+        spec = make_spec(dtype, kl_coef=0.1).model_copy(update={"trainer_options": options})
+        with start(spec) as trainer:
+            log: list[Any] = []
+            for step in (1, 2):
+                log.append(trainer.score(samples))
+                log.append(trainer.update(samples, step=step, update=0).digests)
+            logs.append([*log, trainer.state_digest()])
+            kept.append(bytes_kept_for_backward(trainer, samples))
+    assert logs[0] == logs[1]
+    assert kept[1] < kept[0] / 2
+
+
+def bytes_kept_for_backward(trainer: GrpoTrainer, samples: list[TrainSample]) -> int:
+    """Bytes of all distinct storages that one training forward keeps, parameters left out."""
+    sizes: dict[int, int] = {}
+    parameters = {p.data_ptr() for p in trainer._model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        trainer._model(pack_slot(samples))
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_sent_is_the_cast_weights_as_plain_tensors(
     dtype: str, start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -413,26 +353,29 @@ def test_reference_leaves_no_trace_also_when_scoring_fails(start: Any) -> None:
         before = trainer.state_digest()
         trainer.score(samples)
         assert trainer.state_digest() == before
-        with (
-            pytest.raises(RuntimeError, match="scoring failed"),
-            trainer._reference.swapped_in(trainer._shards),
-        ):
-            assert trainer.weight_digests() == initial
-            raise RuntimeError("scoring failed")
+        with pytest.raises(RuntimeError, match="scoring failed"):
+            fail_under_the_reference(trainer, initial)
         assert trainer.state_digest() == before
 
 
+def fail_under_the_reference(trainer: GrpoTrainer, initial: dict[str, str]) -> None:
+    assert trainer._reference is not None
+    with trainer._reference.swapped_in(trainer._shards):
+        assert trainer.weight_digests() == initial
+        raise RuntimeError("scoring failed")
+
+
 def test_audit_lists_exact_ops_only_and_refuses_a_stock_norm(start: Any) -> None:
-    slot = pack_slot(made_samples(2))
     with start(make_spec("bfloat16")) as trainer:
         assert "aten.masked_fill" in trainer.audit()
         assert trainer.environment()["ambient"]["ops_outside_shared"]
-        norm = trainer._model.model.norm
+        modules = dict(trainer._model.named_modules())
+        norm = modules.get("model.norm") or modules["decoder.final_layernorm"]
         norm.forward = lambda hidden: torch.nn.functional.rms_norm(
-            hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon
+            hidden, hidden.shape[-1:], norm.weight, QWEN2.rms_norm_eps
         )
         with pytest.raises(EngineError, match="outside of the shared ops"):
-            audit(trainer._model, slot)
+            trainer.audit()
 
 
 def test_one_process_holds_one_trainer(start: Any) -> None:

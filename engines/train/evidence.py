@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from engines.contracts import Flip
 from engines.faults import choose_name, flip_bit
-from engines.train.fsdp2.sharding import Shard, gathered
+from engines.train.shards import Shard, gathered
 from model_specs.errors import SpecError
 
 

@@ -1,0 +1,125 @@
+"""Matrix products whose every output row depends on that row and the weights alone.
+
+bfloat16 runs on cuBLAS with a workspace too small to split K over blocks (`CUBLAS_WORKSPACE_CONFIG=
+:16:8`, `CUBLASLT_WORKSPACE_SIZE=1`, both set before the process starts): measured invariant for
+every row count, place and shape tried, and probed again by preflight. float32 runs on our own
+kernel. Weight gradients always run on ours: blocks of 64 rows, left to right, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from engines.numerics.cuda.matmul import add_weight_gradient, matmul
+from engines.numerics.cuda.rows import block_sum
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool
+) -> torch.Tensor:
+    """Return `x @ weight.T + bias` or `x @ weight` for one matrix."""
+    if x.dtype == torch.float32 or not x.is_cuda:
+        return matmul(x, weight, bias, transposed=transposed)
+    return F.linear(x, weight, bias) if transposed else x @ weight
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `x @ weight.T + bias`; see `engines.numerics.linear`.
+
+    Args:
+        x: `[M, K]`, float32 or bfloat16.
+        weight: `[N, K]`, dtype of `x`.
+        bias: `[N]`, dtype of `x`, or None.
+    """
+    return linear_multi(x, (weight,), (bias,))[0]
+
+
+def linear_multi(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """Apply several matrices to one input; each output is that of `linear`."""
+    if len(weights) != len(biases):
+        raise ValueError(f"linear_multi: {len(weights)} weights but {len(biases)} biases")
+    return _Linear.apply(x, len(weights), *weights, *biases)  # type: ignore[no-any-return]
+
+
+def linear_input_gradient(
+    gradients: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the gradient of an input that several matrices share.
+
+    Each matrix's product is made in the compute dtype, taken to float32 and added left to right;
+    the sum is rounded once.
+
+    Args:
+        gradients: each `[M, N_i]`, gradients of the outputs.
+        weights: each `[N_i, K]`, same dtype.
+
+    Returns:
+        `[M, K]`, dtype of the gradients.
+    """
+    if not gradients:
+        raise ValueError("linear_input_gradient: no matrices were given")
+    if len(gradients) == 1:
+        return product(gradients[0].contiguous(), weights[0], None, transposed=False)
+    total: torch.Tensor | None = None
+    for gradient, weight in zip(gradients, weights, strict=True):
+        part = product(gradient.contiguous(), weight, None, transposed=False)
+        total = part.float() if total is None else total.add_(part)
+    assert total is not None
+    return total.to(gradients[0].dtype)
+
+
+def linear_weight_gradient(
+    gradient: torch.Tensor, x: torch.Tensor, *, total: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the float32 weight gradient before its rounding: block products, left to right.
+
+    Args:
+        gradient: `[M, N]`, gradient of the output.
+        x: `[M, K]`, the input.
+        total: float32 `[N, K]` to go on from, changed in place; None starts from zero. Going on
+            after a multiple of 64 rows gives the bits of one call over all rows.
+    """
+    if total is None:
+        total = torch.zeros(gradient.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
+    add_weight_gradient(total, gradient, x)
+    return total
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, count: int, *parameters: Any
+    ) -> tuple[torch.Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        return tuple(
+            product(x, weight, bias, transposed=True)
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        count = len(weights)
+        of_x = linear_input_gradient(gradients, weights) if ctx.needs_input_grad[0] else None
+        of_weights = [
+            linear_weight_gradient(gradient, x).to(weight.dtype) if need else None
+            for gradient, weight, need in zip(gradients, weights, needed[:count], strict=True)
+        ]
+        of_biases = [
+            block_sum(gradient).to(dtype) if need else None
+            for gradient, dtype, need in zip(
+                gradients, ctx.bias_dtypes, needed[count:], strict=True
+            )
+        ]
+        return of_x, None, *of_weights, *of_biases

@@ -1,0 +1,138 @@
+"""Our own matrix products: one tile shape whatever the number of rows, no split over K.
+
+An output element is one chain of products over K in blocks that are the same for every launch, so
+a row's bits are its own. The weight gradient takes rows in blocks of 64, left to right, into one
+float32 accumulator.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engines.numerics.blocks import ROW_BLOCK
+from engines.numerics.cuda.layout import row_major
+
+_GROUP = 8
+
+
+@triton.jit(do_not_specialize=["m"])
+def _matmul_kernel(
+    a_ptr, b_ptr, bias_ptr, out_ptr, m, n, k, a_row, a_k, b_k, b_column, out_row,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    rows, columns = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    pid = tl.program_id(0)
+    group = pid // (GROUP * columns)
+    height = min(rows - group * GROUP, GROUP)
+    row_tile = group * GROUP + (pid % (GROUP * columns)) % height
+    column_tile = (pid % (GROUP * columns)) // height
+    row = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    column = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    inner = tl.arange(0, BLOCK_K).to(tl.int64)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, k, BLOCK_K):
+        index = first + inner
+        a = tl.load(
+            a_ptr + row[:, None] * a_row + index[None, :] * a_k,
+            mask=(row[:, None] < m) & (index[None, :] < k), other=0.0,
+        )  # fmt: skip
+        b = tl.load(
+            b_ptr + index[:, None] * b_k + column[None, :] * b_column,
+            mask=(index[:, None] < k) & (column[None, :] < n), other=0.0,
+        )  # fmt: skip
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)
+        total += bias[None, :]
+    tl.store(
+        out_ptr + row[:, None] * out_row + column[None, :], total.to(out_ptr.dtype.element_ty),
+        mask=(row[:, None] < m) & (column[None, :] < n),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["m"])
+def _weight_gradient_kernel(
+    gradient_ptr, x_ptr, total_ptr, m, n, k, gradient_row, x_row,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    output = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    inner = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)).to(tl.int64)
+    place = total_ptr + output[:, None] * k + inner[None, :]
+    inside = (output[:, None] < n) & (inner[None, :] < k)
+    total = tl.load(place, mask=inside, other=0.0)
+    for first in range(0, m, ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        gradient = tl.load(
+            gradient_ptr + row[None, :] * gradient_row + output[:, None],
+            mask=(row[None, :] < m) & (output[:, None] < n), other=0.0,
+        )  # fmt: skip
+        x = tl.load(
+            x_ptr + row[:, None] * x_row + inner[None, :],
+            mask=(row[:, None] < m) & (inner[None, :] < k), other=0.0,
+        )  # fmt: skip
+        total = tl.dot(gradient, x, total, input_precision=PRECISION)
+    tl.store(place, total, mask=inside)
+
+
+def _tiles(dtype: torch.dtype) -> dict[str, int]:
+    # Float32 products run on the plain units, whose operands fill registers.
+    small = dtype == torch.float32
+    return {"num_warps": 4 if small else 8, "num_stages": 2 if small else 3}
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    transposed: bool,
+) -> torch.Tensor:
+    """Return `x @ weight.T + bias` (`transposed`) or `x @ weight`.
+
+    Args:
+        x: `[M, K]`.
+        weight: `[N, K]` if transposed, else `[K, N]`; dtype of `x`.
+        bias: `[N]` or None; added in float32 before the one rounding.
+        transposed: which of the two.
+
+    Returns:
+        `[M, N]`, dtype of `x`.
+    """
+    x, weight = row_major(x), row_major(weight)
+    m, k = x.shape
+    n = weight.shape[0] if transposed else weight.shape[1]
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    small = x.dtype == torch.float32
+    block_m, block_n, block_k = (64, 64, 32) if small else (128, 128, 64)
+    b_k, b_column = (1, weight.stride(0)) if transposed else (weight.stride(0), 1)
+    _matmul_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+        x, weight, bias, out, m, n, k, x.stride(0), 1, b_k, b_column, n,
+        HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        GROUP=_GROUP, PRECISION="ieee", **_tiles(x.dtype),
+    )  # fmt: skip
+    return out
+
+
+def add_weight_gradient(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:
+    """Add `gradient.T @ x` to `total` in place, rows in blocks of 64 from the first to the last.
+
+    Args:
+        total: float32 `[N, K]`, contiguous.
+        gradient: `[M, N]`, gradient of the output.
+        x: `[M, K]`, dtype of `gradient`; zero rows change no bit.
+    """
+    gradient, x = row_major(gradient), row_major(x)
+    (m, n), k = gradient.shape, x.shape[1]
+    if not (m and n and k):
+        return
+    small = x.dtype == torch.float32
+    block_n, block_k = (64, 64) if small else (128, 128)
+    _weight_gradient_kernel[(triton.cdiv(n, block_n), triton.cdiv(k, block_k))](
+        gradient, x, total, m, n, k, gradient.stride(0), x.stride(0),
+        BLOCK_N=block_n, BLOCK_K=block_k, ROWS=ROW_BLOCK, PRECISION="ieee", **_tiles(x.dtype),
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""Which of two definitions of an op runs: the CPU's, or the one of `engines.numerics.cuda`.
+
+Invariant: the device of an op's first tensor decides, and nothing else; a caller never says it.
+Triton is imported when the first CUDA tensor arrives, never before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Op = TypeVar("Op", bound=Callable[..., Any])
+
+CUDA_OPS = "engines.numerics.cuda"
+
+
+def by_device(op: Op) -> Op:
+    """Return `op`, going to the op of the same name in `CUDA_OPS` where its tensors are on CUDA.
+
+    Args:
+        op: its first argument is a tensor or a sequence of tensors.
+    """
+    name = op.__name__
+
+    @functools.wraps(op)
+    def dispatched(first: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = first if isinstance(first, torch.Tensor) else next(iter(first), None)
+        if tensor is not None and tensor.is_cuda:
+            return getattr(importlib.import_module(CUDA_OPS), name)(first, *args, **kwargs)
+        return op(first, *args, **kwargs)
+
+    return dispatched  # type: ignore[return-value]

@@ -1,0 +1,49 @@
+"""How vLLM is started on each device; every setting here is read back by `VllmEngine.environment`.
+
+LLM(model=folder, **start_options(spec, policy="aligned", max_model_len=448))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engines.rollout.group import Policy
+from model_specs.run_spec import RunSpec
+
+CPU_PAGE_SIZE = 32
+"""Tokens of one page of the KV cache: the smallest that vLLM's CPU backend takes."""
+CUDA_PAGE_SIZE = 16
+CPU_BATCHED_TOKENS = 2048
+"""Tokens of one forward; at least a whole sequence, since prompts are never split."""
+CUDA_BATCHED_TOKENS = 8192
+"""Tokens of one forward; a prompt may be split, and no bit shows it."""
+
+
+def start_options(spec: RunSpec, *, policy: Policy, max_model_len: int) -> dict[str, Any]:
+    """Return the keyword arguments of `vllm.LLM` that depend on the device.
+
+    On CUDA the aligned engine captures its decode step in CUDA graphs, without compilation: code
+    that inductor fuses is no shared op.
+    """
+    if spec.execution.device == "cpu":
+        return {
+            "enforce_eager": True,
+            # A prompt in two parts and a seed of its own do not go together on CPU.
+            "enable_chunked_prefill": False,
+            "async_scheduling": False,
+            "max_num_batched_tokens": max(max_model_len, CPU_BATCHED_TOKENS),
+            "block_size": CPU_PAGE_SIZE,
+        }
+    options: dict[str, Any] = {
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": max(max_model_len, CUDA_BATCHED_TOKENS),
+        "block_size": CUDA_PAGE_SIZE,
+    }
+    if policy == "aligned":
+        options["attention_config"] = {"backend": "TRITON_ATTN"}
+        options["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "custom_ops": ["all"],
+        }
+    return options

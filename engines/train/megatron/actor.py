@@ -1,0 +1,136 @@
+"""The Megatron trainer: GPTModel on the shared ops, data-parallel, with float32 main parameters.
+
+Main parameters, moments and gradients are float32 under the checkpoint's names, whole on every
+rank; the model's fused parameters are their copies in the compute dtype. A slot's gradient is read
+from the fused parameters, scattered over the ranks in float32 and added as the shared tree does, so
+weights, gradients and moments have the digests of every other trainer. What is sent is read from
+Megatron's own storage.
+
+    trainer = MegatronTrainer(spec_json, dcp_dir=dir, rank=0, world_size=1, rendezvous="file://...")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engines.checkpoint.dcp import Storage
+from engines.train.megatron import parallel
+from engines.train.megatron.model import EXACT_OPS, build_model
+from engines.train.megatron.names import LogicalBlock, all_blocks, logical_blocks, write_blocks
+from engines.train.megatron.storage import DistCheckpointing
+from engines.train.reduction import BinaryCounter, TreeReduceScatter
+from engines.train.shards import Shard, replicated
+from engines.train.trainer import GrpoTrainer
+from model_specs.errors import EngineError
+from model_specs.families.decoder import parameter_shapes
+from model_specs.run_spec import TreeReduction
+
+
+class MegatronTrainer(GrpoTrainer):
+    """One rank of the Megatron trainer."""
+
+    def _build(self) -> dict[str, Shard]:
+        """Build the model and its main parameters."""
+        parallel.start()
+        model = self._model = build_model(
+            self.spec.model,
+            compute_dtype=self._compute_dtype,
+            temperature=self.spec.sampling.temperature,
+            gradient_checkpointing=self.spec.trainer_options.gradient_checkpointing,
+        )
+        parameters = [(name, value.detach()) for name, value in model.named_parameters()]
+        self._blocks = all_blocks(parameters, self.spec.model)
+        shapes = parameter_shapes(self.spec.model)
+        self._layout = _FlatLayout(shapes, world_size=self._world_size)
+        self._counter = BinaryCounter()
+        self._stock_sum: torch.Tensor | None = None
+        return {name: replicated(torch.empty(shape)) for name, shape in shapes.items()}
+
+    def _publish(self) -> None:
+        """Round the main parameters into the model's fused ones."""
+        write_blocks(self._blocks, {name: shard.local for name, shard in self._shards.items()})
+
+    def _take_slot_gradient(self) -> None:
+        """Scatter the slot's gradient over the ranks, added in rank order, and add it up."""
+        flat = self._layout.empty()
+        views = self._layout.views(flat)
+        for block in self._gradient_blocks():
+            views[block.name][block.row_offset :][: len(block.rows)] = block.rows
+        if isinstance(self.spec.reduction, TreeReduction):
+            chunk = flat.new_empty(flat.numel() // self._world_size)
+            TreeReduceScatter()(chunk, flat, dist.group.WORLD, dist.ReduceOp.SUM)
+            self._counter.push([chunk])
+            return
+        dist.all_reduce(flat)
+        self._stock_sum = flat if self._stock_sum is None else self._stock_sum.add_(flat)
+
+    def _take_update_gradient(self) -> dict[str, torch.Tensor]:
+        """Gather the summed chunks; every rank has the whole gradient."""
+        if isinstance(self.spec.reduction, TreeReduction):
+            (chunk,) = self._counter.result()
+            flat = self._layout.empty()
+            dist.all_gather_into_tensor(flat, chunk)
+        else:
+            assert self._stock_sum is not None
+            flat, self._stock_sum = self._stock_sum, None
+        return self._layout.views(flat)
+
+    def _gradient_blocks(self) -> Iterator[LogicalBlock]:
+        """Yield the gradients under the checkpoint's names, taken off the fused parameters."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is None:
+                raise EngineError(f"{name} was given no gradient; the forward does not use it")
+            yield from logical_blocks(name, parameter.grad, self.spec.model)
+            parameter.grad = None
+
+    def wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor in the wire dtype), read from Megatron's own storage."""
+        by_name: dict[str, list[LogicalBlock]] = {}
+        for block in self._blocks:
+            by_name.setdefault(block.name, []).append(block)
+        for name in self._shards:
+            blocks = sorted(by_name[name], key=lambda block: block.row_offset)
+            yield name, torch.cat([block.rows for block in blocks])
+
+    def _storage(self) -> Storage:
+        return DistCheckpointing()
+
+    @property
+    def _exact_ops(self) -> frozenset[str]:
+        return EXACT_OPS
+
+    def environment(self) -> dict[str, Any]:
+        """What this process really has, with Megatron's own switches as they are in force."""
+        return {**super().environment(), "megatron": parallel.determinism_facts(self._model)}
+
+    def close(self) -> None:
+        """Forget Megatron's groups and leave the process group."""
+        parallel.stop()
+        super().close()
+
+
+class _FlatLayout:
+    """All tensors of a model one after the other in one buffer that the ranks divide evenly."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], *, world_size: int) -> None:
+        self._shapes = shapes
+        count = sum(math.prod(shape) for shape in shapes.values())
+        self._count = count + -count % world_size
+
+    def empty(self) -> torch.Tensor:
+        """Return a float32 buffer; zero, because the padding at its end is added up too."""
+        return torch.zeros(self._count, dtype=torch.float32)
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return name -> view of `flat`."""
+        views, start = {}, 0
+        for name, shape in self._shapes.items():
+            end = start + math.prod(shape)
+            views[name] = flat[start:end].view(shape)
+            start = end
+        return views

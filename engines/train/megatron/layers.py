@@ -1,0 +1,209 @@
+"""Megatron's layer parts on the shared ops, put in by a layer spec: nothing of Megatron is patched.
+
+Each class is Megatron's own with another `forward`, so parameters, fused storage and state-dict
+names stay Megatron's. Invariant: an op here is called with the same tensors as in every other
+trainer. Fused matrices are taken apart into the checkpoint's matrices first, because a gradient
+through several matrices has one definition (`numerics.linear_multi`), and rows are moved by `split`
+and `cat` only, whose gradients move rows back and add nothing.
+
+    backend = SharedSpecProvider()
+    linear_class = backend.column_parallel_linear()
+
+Hidden states are [M, 1, K]: Megatron's (sequence, batch, hidden) with all rows of a packed slot in
+the sequence dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+from engines import numerics
+from engines.train.slots import PackedSlot
+
+
+@dataclass
+class SlotParams(PackedSeqParams):
+    """Megatron's description of a packed batch, with the slot that it describes."""
+
+    slot: PackedSlot | None = None
+
+
+def slot_params(slot: PackedSlot) -> SlotParams:
+    """Describe a slot in Megatron's words: cumulative lengths, and where padded sequences start."""
+    lengths = torch.tensor((0, *slot.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    starts = torch.tensor((*slot.starts, len(slot.ids)), dtype=torch.int32)
+    longest = max(slot.lengths)
+    return SlotParams(
+        qkv_format="thd",
+        cu_seqlens_q=lengths,
+        cu_seqlens_kv=lengths,
+        cu_seqlens_q_padded=starts,
+        cu_seqlens_kv_padded=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        slot=slot,
+    )
+
+
+class SharedRmsNorm(torch.nn.Module):
+    """RMSNorm over the last dimension of any number of them."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        self.eps = eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the norm of each row, in the shape of `hidden`."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return numerics.rms_norm(rows, self.weight, self.eps).view(hidden.shape)
+
+
+class QkvLinear(ColumnParallelLinear):
+    """The fused query, key and value projection.
+
+    Its rows are interleaved by key-value group: the queries of group 0, its key, its value, the
+    queries of group 1, and so on.
+    """
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        """Return ([M, 1, groups * (queries + 2) * head_dim], None)."""
+        rows, groups = hidden.shape[0], self.config.num_query_groups
+        width = self.config.kv_channels
+        queries = self.config.num_attention_heads // groups * width
+        sizes = (queries, width, width)
+        weights = _taken_apart(self.weight, groups, sizes)
+        biases: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if self.bias is not None:
+            biases = _taken_apart(self.bias, groups, sizes)
+        outputs = numerics.linear_multi(hidden.view(rows, -1), weights, biases)
+        mixed = torch.cat([output.view(rows, groups, -1) for output in outputs], dim=2)
+        return mixed.view(rows, 1, -1), None
+
+
+class GatedLinear(ColumnParallelLinear):
+    """The fused gate and up projection: gate rows first."""
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        """Return ([M, 1, 2 * inner], None)."""
+        rows = hidden.shape[0]
+        gate, up = self.weight.chunk(2)
+        outputs = numerics.linear_multi(hidden.view(rows, -1), (gate, up), (None, None))
+        return torch.cat(outputs, dim=1).view(rows, 1, -1), None
+
+
+class RowLinear(RowParallelLinear):
+    """A projection back to the hidden size."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ([M, 1, K], None)."""
+        rows = hidden.shape[0]
+        return numerics.linear(hidden.reshape(rows, -1), self.weight).view(rows, 1, -1), None
+
+
+def _taken_apart(
+    fused: torch.Tensor, groups: int, sizes: tuple[int, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Return the checkpoint's tensors of a fused one with `sizes` rows of each in every group."""
+    parts = fused.view(groups, sum(sizes), *fused.shape[1:]).split(sizes, dim=1)
+    return tuple(part.reshape(-1, *fused.shape[1:]) for part in parts)
+
+
+class SwiGlu(torch.nn.Module):
+    """silu(gate) * up of a fused [M, 1, 2 * inner]."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, fused: torch.Tensor) -> torch.Tensor:
+        """Return [M, 1, inner]."""
+        gate, up = fused.chunk(2, dim=-1)
+        return numerics.silu_mul(gate, up)
+
+
+class CoreAttention(MegatronModule):
+    """Rotary embedding and causal attention within each sequence of the slot."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
+        super().__init__(config=config)
+        self.inv_freq = numerics.rotary_inv_freq(config.rotary_base, config.kv_channels)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: SlotParams,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Return [M, heads * head_dim].
+
+        Args:
+            query: [M, heads, head_dim], before rotation.
+            key: [M, key-value heads, head_dim].
+            value: Like `key`.
+            attention_mask: None; the slot says what a row may see.
+            packed_seq_params: Of `slot_params`.
+        """
+        slot = packed_seq_params.slot
+        assert slot is not None
+        mixed = numerics.causal_attention(
+            numerics.rotary(query, slot.positions, self.inv_freq),
+            numerics.rotary(key, slot.positions, self.inv_freq),
+            value,
+            starts=slot.starts,
+            lengths=slot.lengths,
+            scale=self.config.kv_channels**-0.5,
+        )
+        return mixed.reshape(mixed.shape[0], -1)
+
+
+def residual_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+    """Stand for Megatron's `get_bias_dropout_add`: no bias, no dropout, one shared addition."""
+
+    def added(
+        output_with_bias: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        output, bias = output_with_bias
+        assert bias is None
+        assert dropout == 0.0
+        return numerics.add(residual, output)
+
+    return added
+
+
+class SharedSpecProvider(LocalSpecProvider):
+    """Megatron's local backend with the shared ops in it."""
+
+    def column_parallel_linear(self) -> type:
+        """The only column-parallel matrix of a dense layer beside qkv: gate and up."""
+        return GatedLinear
+
+    def row_parallel_linear(self) -> type:
+        """Projections back to the hidden size."""
+        return RowLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """RMSNorm everywhere."""
+        return SharedRmsNorm
+
+    def core_attention(self) -> type:
+        """Causal attention with its rotary embedding."""
+        return CoreAttention
+
+    def activation_func(self) -> type:
+        """The gated activation on the fused output of gate and up."""
+        return SwiGlu

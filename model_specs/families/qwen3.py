@@ -1,0 +1,56 @@
+"""Qwen3 (dense): no bias, and an RMSNorm on every query and key head before the rope.
+
+`attention_bias=true` is refused: as in Llama it also puts a bias on the output projection, which
+`ModelSpec.qkv_bias` does not describe. Sliding windows are refused. A config without `head_dim`
+means 128 here, whatever `hidden_size / num_attention_heads` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from model_specs.families.decoder import (
+    Difference,
+    common_refusals,
+    config_facts,
+    fact_differences,
+    sliding_window_refusals,
+    spec_from_facts,
+)
+from model_specs.model_spec import ModelSpec
+
+MODEL_TYPE = "qwen3"
+ARCHITECTURE = "Qwen3ForCausalLM"
+
+DEFAULT_HEAD_DIM = 128
+"""What transformers takes when a config of this family names none."""
+
+
+def _refusals(config: Mapping[str, Any]) -> list[Difference]:
+    refusals = common_refusals(config) + sliding_window_refusals(config)
+    if config.get("attention_bias", False):
+        refusals.append(("attention_bias", False, config["attention_bias"]))
+    return refusals
+
+
+def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias", False))
+    facts = config_facts(config, qkv_bias=bias, qk_norm=True)
+    if config.get("head_dim") is None:
+        facts["head_dim"] = DEFAULT_HEAD_DIM
+    return facts
+
+
+def from_config(config: Mapping[str, Any], path: str) -> ModelSpec:
+    """Return the spec that `config` (the parsed config.json of `path`) describes.
+
+    Raises:
+        SpecError: Naming every setting that is missing or not supported.
+    """
+    return spec_from_facts("qwen3", path, _facts(config), _refusals(config))
+
+
+def expected_config_differences(spec: ModelSpec, config: Mapping[str, Any]) -> list[Difference]:
+    """Return (field, spec's value, config's value) for each that differs or is refused."""
+    return fact_differences(spec, _facts(config), _refusals(config))

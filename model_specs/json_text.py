@@ -1,0 +1,55 @@
+"""`JsonObject`: a mapping inside a spec, held as its one canonical JSON text.
+
+A dict would make a frozen spec mutable and give equal mappings several spellings; the text has
+sorted keys, no spaces and ASCII, so that equal mappings are equal values with one fingerprint.
+
+Usage::
+
+    class MySpec(Frozen):
+        options: JsonObject = "{}"
+
+    MySpec(options={"b": 1, "a": 2}).options     # '{"a":2,"b":1}'
+    parsed(spec.options)                         # {"a": 2, "b": 1}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+
+def canonical_json(value: Any) -> str:
+    """Return the canonical text of a JSON value: sorted keys, no spaces, ASCII.
+
+    Raises:
+        ValueError: For a value that JSON does not have, NaN and infinities included.
+    """
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except TypeError as error:
+        raise ValueError(f"{value!r} is no JSON value: {error}") from error
+
+
+def _canonical_object(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a JSON object: {error}") from error
+    if not isinstance(value, Mapping):
+        raise ValueError(f"a {type(value).__name__} is no JSON object; write {{}} for none")
+    return canonical_json(dict(value))
+
+
+JsonObject = Annotated[str, BeforeValidator(_canonical_object)]
+"""A JSON object as canonical text; a mapping or any spelling of it is accepted."""
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Return the mapping that a `JsonObject` stands for."""
+    value = json.loads(text)
+    assert isinstance(value, dict)
+    return value

@@ -1,0 +1,193 @@
+"""Megatron's fused rows under the checkpoint's names: bitwise there and back, nothing lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engines.numerics import rotary_inv_freq
+from engines.provenance.tensor_digest import digest_tensor, digest_tensors
+from engines.train.fsdp2.model import model_config
+from engines.train.megatron import model as megatron_model
+from engines.train.megatron import parallel
+from engines.train.megatron.model import build_model, check_frequencies
+from engines.train.megatron.names import (
+    all_blocks,
+    hf_to_megatron,
+    logical_blocks,
+    megatron_to_hf,
+)
+from engines.train.shards import join
+from model_specs.errors import EngineError
+from model_specs.families.decoder import parameter_shapes
+from model_specs.model_spec import ModelSpec
+
+QWEN2 = ModelSpec(
+    family="qwen2",
+    path="generated:tiny",
+    num_layers=3,
+    hidden_size=60,
+    intermediate_size=88,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=10,
+    vocab_size=101,
+    max_position_embeddings=64,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=True,
+    qkv_bias=True,
+    dtype="bfloat16",
+)
+"""No size is a power of two and no matrix is square."""
+LLAMA = QWEN2.model_copy(
+    update={
+        "family": "llama",
+        "qkv_bias": False,
+        "tie_word_embeddings": False,
+        "head_dim": 14,
+        "rope_theta": 1e4,
+    }
+)
+QWEN3 = QWEN2.model_copy(
+    update={"family": "qwen3", "qkv_bias": False, "qk_norm": True, "head_dim": 16}
+)
+SPECS = (QWEN2, LLAMA, QWEN3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Megatron's groups, as a trainer of one rank has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        torch.use_deterministic_algorithms(True)
+        rendezvous = tmp_path_factory.mktemp("join") / "rendezvous"
+        join(f"file://{rendezvous}", rank=0, world_size=1)
+        parallel.start()
+        yield
+        parallel.stop()
+        torch.distributed.destroy_process_group()
+
+
+def random_state(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Values at random everywhere, biases and norms too."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in parameter_shapes(spec).items()
+    }
+
+
+def megatron_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    model = build_model(spec, compute_dtype=torch.float32, temperature=1.0)
+    return {name: tuple(value.shape) for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
+def test_conversion_there_and_back_is_bitwise_the_identity(
+    spec: ModelSpec, dtype: torch.dtype
+) -> None:
+    state, shapes = random_state(spec, dtype), megatron_shapes(spec)
+    fused = hf_to_megatron(state, spec, shapes)
+    back = megatron_to_hf(fused, spec)
+    assert list(back) == list(state)
+    assert digest_tensors(back) == digest_tensors(state)
+    other = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    there = hf_to_megatron(megatron_to_hf(other, spec), spec, shapes)
+    assert all(torch.equal(there[name], other[name]) for name in other)
+    counts = [sum(math.prod(shape) for shape in s.values()) for s in (shapes, dict_shapes(state))]
+    assert counts[0] == counts[1]
+
+
+def dict_shapes(state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
+def test_fused_rows_are_where_stock_transformers_and_megatron_say(spec: ModelSpec) -> None:
+    """The layout itself, against transformers: a wrong interleaving would survive a round trip."""
+    state = random_state(spec, torch.float32)
+    hf = AutoModelForCausalLM.from_config(model_config(spec), dtype=torch.float32)
+    _, unexpected = hf.load_state_dict(state, strict=False)
+    assert not unexpected
+    fused = hf_to_megatron(state, spec, megatron_shapes(spec))
+    attention = hf.model.layers[1].self_attn
+    hidden = torch.randn(5, spec.hidden_size)
+    bias = fused.get("decoder.layers.1.self_attention.linear_qkv.bias")
+    weight = fused["decoder.layers.1.self_attention.linear_qkv.weight"]
+    mixed = torch.nn.functional.linear(hidden, weight, bias)
+    groups, width = spec.num_key_value_heads, spec.head_dim
+    queries = spec.num_attention_heads // groups * width
+    q, k, v = mixed.view(5, groups, -1).split([queries, width, width], dim=2)
+    for ours, projection in ((q, "q_proj"), (k, "k_proj"), (v, "v_proj")):
+        torch.testing.assert_close(ours.reshape(5, -1), getattr(attention, projection)(hidden))
+    gate, up = (hidden @ fused["decoder.layers.1.mlp.linear_fc1.weight"].T).chunk(2, dim=1)
+    torch.testing.assert_close(gate, hf.model.layers[1].mlp.gate_proj(hidden))
+    torch.testing.assert_close(up, hf.model.layers[1].mlp.up_proj(hidden))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
+def test_blocks_are_views_that_cover_all_storage_once(spec: ModelSpec) -> None:
+    fused = {name: torch.zeros(shape) for name, shape in megatron_shapes(spec).items()}
+    for block in all_blocks(fused.items(), spec):
+        block.rows.add_(1)
+    assert all(bool((tensor == 1).all()) for tensor in fused.values())
+
+
+def test_swapping_two_groups_of_the_fused_rows_changes_a_logical_digest() -> None:
+    """The control of the digests: they see where a row stands."""
+    state, shapes = random_state(QWEN2, torch.float32), megatron_shapes(QWEN2)
+    fused = hf_to_megatron(state, QWEN2, shapes)
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    fused[name] = fused[name].view(2, -1, 60).flip(0).reshape(-1, 60)
+    back = megatron_to_hf(fused, QWEN2)
+    changed = {n for n in back if digest_tensor(n, back[n]) != digest_tensor(n, state[n])}
+    prefix = "model.layers.0.self_attn."
+    assert changed == {f"{prefix}{part}_proj.weight" for part in "qkv"}
+
+
+def test_a_missing_padded_or_unknown_tensor_is_refused_by_name() -> None:
+    fused = {name: torch.zeros(shape) for name, shape in megatron_shapes(LLAMA).items()}
+    without = {name: t for name, t in fused.items() if name != "output_layer.weight"}
+    with pytest.raises(EngineError, match=r"lm_head\.weight is missing"):
+        megatron_to_hf(without, LLAMA)
+    padded = fused | {"embedding.word_embeddings.weight": torch.zeros(128, 60)}
+    with pytest.raises(EngineError, match=r"embed_tokens\.weight is \(128, 60\), .* \(101, 60\)"):
+        megatron_to_hf(padded, LLAMA)
+    with pytest.raises(EngineError, match="mtp"):
+        megatron_to_hf(fused | {"mtp.layers.0.eh_proj.weight": torch.zeros(2, 2)}, LLAMA)
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    with pytest.raises(EngineError, match="has 1 rows, but the spec implies 140"):
+        list(logical_blocks(name, torch.zeros(1, 60), LLAMA))
+
+
+def test_rotary_frequencies_are_compared_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec in SPECS:
+        check_frequencies(spec)
+
+    def nudged(theta: float, head_dim: int) -> torch.Tensor:
+        frequencies = rotary_inv_freq(theta, head_dim)
+        frequencies[2] = torch.nextafter(frequencies[2], torch.tensor(2.0))
+        return frequencies
+
+    monkeypatch.setattr(megatron_model.numerics, "rotary_inv_freq", nudged)
+    with pytest.raises(EngineError, match="frequency 2 is"):
+        check_frequencies(QWEN2)
+
+
+def test_megatron_knows_no_other_names_than_these(tmp_path: Path) -> None:
+    """Tied or not, with bias or norm or neither: every parameter has a logical name."""
+    for spec in SPECS:
+        names = {b.name for b in all_blocks(zero_parameters(spec), spec)}
+        assert names == set(parameter_shapes(spec))
+        assert ("lm_head.weight" in names) == (not spec.tie_word_embeddings)
+
+
+def zero_parameters(spec: ModelSpec) -> list[tuple[str, torch.Tensor]]:
+    return [(name, torch.zeros(shape)) for name, shape in megatron_shapes(spec).items()]

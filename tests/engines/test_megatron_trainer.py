@@ -1,0 +1,242 @@
+"""Megatron against FSDP2 on the same weights and samples: every bit of every probe."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from engines import numerics
+from engines.checkpoint.convert import digest_dcp_model
+from engines.provenance.tensor_digest import digest_tensor
+from engines.train.megatron import layers, parallel
+from engines.train.slots import pack_slot
+from engines.train.trainer import GrpoTrainer
+from model_specs.errors import CheckpointError, EngineError
+from model_specs.model_spec import ModelSpec
+from model_specs.run_spec import RunSpec
+from tests.engines.trainer_cases import (
+    DTYPES,
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    made_samples,
+    make_spec,
+    started,
+    write_model,
+)
+
+FAMILIES = (QWEN2, LLAMA, QWEN3)
+
+
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `trainer_env` gives a trainer's process."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Family -> folder with `hf` and `dcp`."""
+    return {
+        model.family: write_model(tmp_path_factory.mktemp(model.family), model)
+        for model in FAMILIES
+    }
+
+
+def on(trainer: str, spec: RunSpec) -> RunSpec:
+    return spec.model_copy(update={"trainer": trainer})
+
+
+def three_updates(trainer: GrpoTrainer) -> dict[str, Any]:
+    """Everything that two trainers must agree on, over 3 steps."""
+    log: dict[str, Any] = {"initial": trainer.weight_digests()}
+    for step in (1, 2, 3):
+        samples = made_samples(seed=step)
+        log[f"{step} scores"] = trainer.score(samples)
+        log[f"{step} reference"] = trainer.reference_scores()
+        record = trainer.update(samples, step=step, update=0)
+        log |= {f"{step} {probe}": dict(names) for probe, names in record.digests.items()}
+        log[f"{step} metrics"] = {name: value.hex() for name, value in record.metrics.items()}
+        log[f"{step} state"] = trainer.state_digest()
+    log["wire"] = {name: digest_tensor(name, tensor) for name, tensor in trainer.wire_tensors()}
+    return log
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", FAMILIES, ids=lambda model: model.family)
+def test_megatron_gives_every_bit_of_fsdp2_over_three_updates(
+    model: ModelSpec, dtype: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    logs = {}
+    for name in ("fsdp2", "megatron"):
+        spec = on(name, make_spec(dtype, model=model, kl_coef=0.1, entropy_coef=0.01))
+        with started(spec, folders[model.family], tmp_path) as trainer:
+            logs[name] = three_updates(trainer)
+    fsdp2, megatron = logs["fsdp2"], logs["megatron"]
+    assert sorted(fsdp2) == sorted(megatron)
+    assert len(fsdp2) == 2 + 3 * 9
+    for moment, expected in fsdp2.items():
+        assert megatron[moment] == expected, moment
+    # Equal things that never move would prove nothing.
+    assert len({fsdp2[f"{step} state"] for step in (1, 2, 3)}) == 3
+    assert float.fromhex(fsdp2["3 metrics"]["train/grad_norm"]) > 0.01
+
+
+def test_one_gemm_over_the_fused_matrix_is_seen_in_the_gradient(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: Megatron's way (one product over q, k, v) has equal scores, other gradients."""
+    samples, digests = made_samples(), {}
+
+    def fused(self: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        rows = hidden.shape[0]
+        product = numerics.linear(hidden.view(rows, -1), self.weight, self.bias)
+        return product.view(rows, 1, -1), None
+
+    for name in ("shared", "fused"):
+        if name == "fused":
+            monkeypatch.setattr(layers.QkvLinear, "forward", fused)
+        spec = on("megatron", make_spec("bfloat16"))
+        with started(spec, folders["qwen2"], tmp_path) as trainer:
+            root = trainer.score(samples)
+            record = trainer.update(samples, step=1, update=0)
+            digests[name] = (root, record.digests["grads"])
+    assert digests["shared"][0] == digests["fused"][0]
+    assert digests["shared"][1] != digests["fused"][1]
+
+
+def test_checkpoint_of_megatron_is_the_model_of_fsdp2_and_goes_on_bit_for_bit(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    spec = on("megatron", make_spec("bfloat16"))
+    target, samples = tmp_path / "step-000001", made_samples()
+    with started(spec, folders["qwen2"], tmp_path) as trainer:
+        trainer.score(samples)
+        weights = dict(trainer.update(samples, step=1, update=0).digests["weights"])
+        children = psutil.Process().children(recursive=True)
+        state = trainer.save(str(target), chain_digest="c" * 32, attempt=1)
+        assert psutil.Process().children(recursive=True) == children
+        trainer.score(samples)
+        whole = trainer.update(samples, step=2, update=0).digests
+    assert {path.name for path in target.iterdir()} >= {"metadata.json", ".metadata", "meta.json"}
+    assert digest_dcp_model(target, QWEN2) == weights
+    with started(spec, folders["qwen2"], tmp_path) as trainer:
+        trainer.load(str(target))
+        assert trainer.state_digest() == state
+        trainer.score(samples)
+        assert trainer.update(samples, step=2, update=0).digests == whole
+    with (
+        started(on("fsdp2", spec), folders["qwen2"], tmp_path) as trainer,
+        pytest.raises(CheckpointError, match="belongs to trajectory"),
+    ):
+        trainer.load(str(target))
+
+
+def test_damaged_and_incomplete_checkpoints_are_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    spec = on("megatron", make_spec("float32"))
+    target, samples = tmp_path / "step-000001", made_samples()
+    with started(spec, folders["qwen2"], tmp_path) as trainer:
+        trainer.score(samples)
+        trainer.update(samples, step=1, update=0)
+        trainer.save(str(target), chain_digest="c" * 32, attempt=1)
+        (file,) = target.glob("*.distcp")
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match="damaged"):
+            trainer.load(str(target))
+        file.write_bytes(data[: len(data) // 3])
+        with pytest.raises(CheckpointError, match="damaged"):
+            trainer.load(str(target))
+        (target / "metadata.json").unlink()
+        with pytest.raises(CheckpointError, match="cannot be loaded"):
+            trainer.load(str(target))
+
+
+def test_a_flipped_bit_of_fused_storage_reaches_what_is_sent(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """What is sent is Megatron's own storage, so a fault there cannot hide behind the masters."""
+    with started(on("megatron", make_spec("float32")), folders["qwen2"], tmp_path) as trainer:
+        before = dict(trainer.wire_tensors())
+        fused = dict(trainer._model.named_parameters())
+        weight = fused["decoder.layers.1.self_attention.linear_qkv.weight"]
+        with torch.no_grad():
+            weight[-1, 0] += 1.0  # the last row: value head of the last group
+        after = dict(trainer.wire_tensors())
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed == ["model.layers.1.self_attn.v_proj.weight"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference_is_swapped_in_and_back_also_in_the_fused_parameters(
+    dtype: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    samples = made_samples()
+    with started(on("megatron", make_spec(dtype)), folders["qwen2"], tmp_path) as trainer:
+        trainer.score(samples)
+        reference = trainer.reference_scores()
+        assert reference == trainer.scores()
+        trainer.update(samples, step=1, update=0)
+        sent = dict(trainer.wire_tensors())
+        for _ in range(2):
+            trainer.score(samples)
+            assert trainer.reference_scores() == reference != trainer.scores()
+        after = dict(trainer.wire_tensors())
+    assert all(torch.equal(sent[name], after[name]) for name in sent)
+
+
+def test_deterministic_mode_is_refused_without_its_switches_and_read_back(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = on("megatron", make_spec("float32"))
+    with started(spec, folders["qwen2"], tmp_path) as trainer:
+        facts = trainer.environment()["megatron"]
+        assert facts["version"] == importlib.metadata.version("megatron-core")
+        assert facts["deterministic_mode"] is True
+        assert {facts[f"{kind}_parallel"] for kind in ("tensor", "pipeline", "context")} == {1}
+        assert facts["variables"]["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+        monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+        with pytest.raises(EngineError, match="NVTE_ALLOW_NONDETERMINISTIC_ALGO is '1', not '0'"):
+            parallel.check_determinism()
+        monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setenv("NCCL_ALGO", "Tree")
+        with pytest.raises(EngineError, match="NCCL_ALGO is 'Tree'"):
+            parallel.check_determinism()
+
+
+def test_no_installed_file_of_megatron_is_patched_and_nothing_stands_in_for_cuda(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    with started(on("megatron", make_spec("float32")), folders["qwen2"], tmp_path) as trainer:
+        trainer._model(pack_slot(made_samples(2)))
+    assert torch.cuda.current_device.__module__ == "torch.cuda"
+    assert changed_files("megatron-core") == []
+
+
+def changed_files(distribution: str) -> list[str]:
+    """Installed files whose hash is not the one that was recorded at installation."""
+    files = importlib.metadata.distribution(distribution)
+    record = (files.read_text("RECORD") or "").splitlines()
+    changed, checked = [], 0
+    for path, recorded, _ in csv.reader(record):
+        if not recorded:
+            continue
+        algorithm, _, digest = recorded.partition("=")
+        found = hashlib.new(algorithm, Path(str(files.locate_file(path))).read_bytes()).digest()
+        checked += 1
+        if base64.urlsafe_b64encode(found).rstrip(b"=").decode() != digest:
+            changed.append(path)
+    assert checked > 300
+    return changed

@@ -1,0 +1,166 @@
+"""What the tests of trainers share: specs, samples, model folders, starting, the stock model.
+
+A test of a law that every trainer keeps takes the fixture `start`, which is parametrised by the
+names of all trainers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from engines.checkpoint.convert import convert_hf_to_dcp
+from engines.checkpoint.tiny_model import write_tiny_model
+from engines.contracts import TrainSample
+from engines.train.fsdp2.model import model_config
+from engines.train.registry import TRAINERS
+from engines.train.shards import gathered
+from engines.train.trainer import GrpoTrainer
+from model_specs.model_spec import ModelSpec
+from model_specs.recipes.tiny_cpu import TINY_MODEL
+from model_specs.run_spec import (
+    DataSpec,
+    LossSpec,
+    NumericsSpec,
+    OptimizerSpec,
+    PlanSpec,
+    RewardSpec,
+    RunSpec,
+    SamplingSpec,
+    TreeReduction,
+)
+
+QWEN2 = TINY_MODEL
+LLAMA = QWEN2.model_copy(
+    update={"family": "llama", "qkv_bias": False, "tie_word_embeddings": False, "head_dim": 16}
+)
+QWEN3 = QWEN2.model_copy(update={"family": "qwen3", "qkv_bias": False, "qk_norm": True})
+DTYPES = ("float32", "bfloat16")
+
+
+def make_spec(
+    dtype: str = "float32",
+    *,
+    model: ModelSpec = QWEN2,
+    slots: int = 2,
+    lr: float = 2e-3,
+    **loss: Any,
+) -> RunSpec:
+    return RunSpec(
+        recipe="test",
+        model=model,
+        data=DataSpec(source="generated:arithmetic", prompts_per_step=2, max_prompt_tokens=96),
+        sampling=SamplingSpec(samples_per_prompt=4, max_new_tokens=24, temperature=0.7),
+        reward=RewardSpec(name="digits"),
+        loss=LossSpec.model_validate({"reference": True, **loss}),
+        optimizer=OptimizerSpec(lr=lr, weight_decay=0.0, clip_grad=100.0),
+        reduction=TreeReduction(slots=slots),
+        numerics=NumericsSpec.model_validate({"compute_dtype": dtype}),
+        plan=PlanSpec(num_steps=4, checkpoint_every=2),
+    )
+
+
+def made_samples(count: int = 8, *, seed: int = 0) -> list[TrainSample]:
+    draw = random.Random(seed)
+    return [
+        TrainSample(
+            request_id=f"1/train-{i // 4}/{i % 4}",
+            prompt_token_ids=tuple(draw.randrange(100) for _ in range(draw.randrange(3, 90))),
+            token_ids=tuple(draw.randrange(100) for _ in range(draw.randrange(1, 25))),
+            advantage=draw.randrange(-4, 5) / 4 or 0.5,
+        )
+        for i in range(count)
+    ]
+
+
+def write_model(folder: Path, model: ModelSpec) -> Path:
+    """Write the tiny model as `hf` and its converted masters as `dcp`."""
+    write_tiny_model(folder / "hf", model)
+    convert_hf_to_dcp(folder / "hf", folder / "dcp", model)
+    return folder
+
+
+_rendezvous = count()
+
+
+@contextmanager
+def started(spec: RunSpec, folder: Path, scratch: Path) -> Iterator[GrpoTrainer]:
+    """Start the trainer that `spec` names on one rank, and close it."""
+    module, _, name = TRAINERS[spec.trainer].partition(":")
+    trainer: GrpoTrainer = getattr(importlib.import_module(module), name)(
+        spec.model_dump_json(),
+        dcp_dir=str(folder / "dcp"),
+        rank=0,
+        world_size=1,
+        rendezvous=f"file://{scratch}/rendezvous-{next(_rendezvous)}",
+        threads=1,
+    )
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def current_weights(trainer: GrpoTrainer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return name -> whole master weight as a leaf of this dtype."""
+    return {
+        name: gathered(shard).to(dtype, copy=True).requires_grad_()
+        for name, shard in trainer._shards.items()
+    }
+
+
+def stock_model(trainer: GrpoTrainer, dtype: torch.dtype) -> torch.nn.Module:
+    """Return transformers' own eager model at the trainer's current weights."""
+    config = model_config(trainer.spec.model)
+    config._attn_implementation = "eager"
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    missing, unexpected = model.load_state_dict(current_weights(trainer, dtype), strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    return model
+
+
+def plain_loss(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    samples: list[TrainSample],
+    trainer: GrpoTrainer,
+    *,
+    on_policy: bool = False,
+) -> torch.Tensor:
+    """GRPO's loss over `logits_of` (ids [n] -> logits [n, V]), one sample at a time.
+
+    Old and reference log-probs are the trainer's, as data: they are the loss's inputs. On policy
+    the old log-probs are the model's own, so that the ratio is 1.
+    """
+    loss_spec, temperature = trainer.spec.loss, trainer.spec.sampling.temperature
+    kept = [sample for sample in samples if not sample.masked]
+    parts = []
+    for sample in kept:
+        ids = torch.tensor([*sample.prompt_token_ids, *sample.token_ids])
+        logits = logits_of(ids)[len(sample.prompt_token_ids) - 1 : -1] / temperature
+        logs = torch.log_softmax(logits, -1)
+        lp = logs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        entropy = -(logs.exp() * logs).sum(-1)
+        old = torch.tensor(trainer.scores()[sample.request_id], dtype=lp.dtype)
+        if on_policy:
+            old = lp.detach()
+        ref = torch.tensor(trainer.reference_scores()[sample.request_id], dtype=lp.dtype)
+        ratio = (lp - old).exp()
+        clipped = ratio.clamp(1 - loss_spec.clip_low, 1 + loss_spec.clip_high)
+        policy = torch.maximum(-sample.advantage * ratio, -sample.advantage * clipped)
+        k3 = ((ref - lp).exp() - (ref - lp) - 1).clamp(-10, 10)
+        kl = lp - ref if loss_spec.kl_type == "k1" else k3
+        token = policy + loss_spec.kl_coef * kl - loss_spec.entropy_coef * entropy
+        if loss_spec.aggregation == "per_token":
+            parts.append(token.sum() / sum(len(s.token_ids) for s in kept))
+        else:
+            parts.append(token.mean() / len(kept))
+    return torch.stack(parts).sum()

@@ -1,0 +1,157 @@
+"""However a run ends, within 30 s none of its processes is left, and no other one was touched."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engines import guard
+from engines.provenance.ledger import read_ledger, verify_ledger
+from engines.runs import read_json
+from tests.flows.command_line import (
+    SHORT,
+    CommandLine,
+    Ended,
+    finished,
+    is_alive,
+    mark_of,
+    wait_until,
+)
+
+pytestmark = pytest.mark.slow
+
+LONG = ("--set", "plan.num_steps=500", *SHORT)
+LIMIT_S = 30
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that belongs to no run."""
+    environment = {name: value for name, value in os.environ.items() if name != guard.MARK}
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env=environment
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+class Watched:
+    """A run in progress, seen from outside: its driver, mark and all processes so far."""
+
+    def __init__(self, lockstep: CommandLine, run_id: str) -> None:
+        self.arguments = ("run", "tiny_cpu", "--run-id", run_id, *LONG)
+        self.process = lockstep.start(*self.arguments)
+        try:
+            self._wait_for_steps()
+            self.mark = mark_of(psutil.Process(self.process.pid))
+            self.members = guard.marked_processes(self.mark)
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def _wait_for_steps(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("a 2/500 "):
+                return
+        assert self.process.stderr is not None
+        pytest.fail(f"no step was taken: {self.process.stderr.read()}")
+
+    def commands(self) -> list[str]:
+        """Command lines of all members."""
+        return [" ".join(member.cmdline()) for member in self.members if member.is_running()]
+
+    def none_is_left(self) -> bool:
+        """Whether all members that were ever seen, and all that carry the mark, have ended."""
+        left = [m for m in self.members if m.is_running() and m.status() != psutil.STATUS_ZOMBIE]
+        return not left and not guard.marked_processes(self.mark)
+
+    def end(self) -> Ended:
+        """Wait for the driver."""
+        return finished(self.process, *self.arguments)
+
+
+def assert_has_all_kinds(watched: Watched) -> None:
+    """Ray's daemons, both engines and Prefect's server are among the members."""
+    commands = watched.commands()
+    for kind in ("gcs_server", "raylet", r"ray::Host", "prefect"):
+        assert any(re.search(kind, command) for command in commands), (kind, commands)
+    assert sum(command.startswith("ray::Host") for command in commands) >= 2
+
+
+def test_after_success_no_process_is_left(
+    lockstep: CommandLine, twin: Ended, twin_folder: Path
+) -> None:
+    assert twin.code == 0, twin
+    legs = read_json(twin_folder / "verdict.json")["legs"]
+    recorded = [facts for leg in legs.values() for facts in leg["processes"].values()]
+    assert len(recorded) == 4
+    wait_until(
+        lambda: not any(is_alive(int(f["pid"]), f["started_at"]) for f in recorded),
+        seconds=LIMIT_S,
+        what=f"the engines of the twin are gone: {recorded}",
+    )
+    wait_until(
+        lambda: not started_under(lockstep),
+        seconds=LIMIT_S,
+        what="neither Ray's daemons nor Prefect's server are left",
+    )
+
+
+def started_under(lockstep: CommandLine) -> list[psutil.Process]:
+    """Living processes whose environment names this command line's Prefect home, as no other does.
+
+    Unlike the mark, which is made inside the command, it is known from outside.
+    """
+    home = lockstep.environment["PREFECT_HOME"]
+    found = []
+    for process in psutil.process_iter():
+        try:
+            inherited = process.environ().get("PREFECT_HOME") == home
+            if inherited and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # gone meanwhile, or another user's
+            continue
+    return found
+
+
+def test_a_killed_engine_ends_the_run_with_20_and_leaves_no_process(
+    lockstep: CommandLine, stranger: subprocess.Popen[bytes]
+) -> None:
+    watched = Watched(lockstep, "engine-killed")
+    assert_has_all_kinds(watched)
+    assert started_under(lockstep), "the search of the test above finds what is there"
+    victim = next(m for m in watched.members if m.cmdline()[0].startswith("ray::Host"))
+    victim.kill()
+    ended = watched.end()
+    assert ended.code == 20, ended
+    assert "\nEngineFailure\n" in ended.stdout
+    assert "the engine process was lost" in ended.stdout
+    wait_until(watched.none_is_left, seconds=LIMIT_S, what="no process of the run is left")
+    assert stranger.poll() is None
+    details = read_json(lockstep.runs_dir / "engine-killed" / "verdict.json")
+    assert details["verdict"] == "EngineFailure"
+    assert lockstep("show", "engine-killed").code == 20
+    # What was recorded before is whole.
+    assert verify_ledger(lockstep.runs_dir / "engine-killed" / "a").last_step >= 2
+
+
+def test_after_kill_9_of_the_driver_no_process_is_left(
+    lockstep: CommandLine, stranger: subprocess.Popen[bytes]
+) -> None:
+    watched = Watched(lockstep, "driver-killed")
+    assert_has_all_kinds(watched)
+    os.kill(watched.process.pid, signal.SIGKILL)
+    assert watched.process.wait(timeout=10) == -signal.SIGKILL
+    wait_until(watched.none_is_left, seconds=LIMIT_S, what="no process of the run is left")
+    assert stranger.poll() is None
+    assert read_ledger(lockstep.runs_dir / "driver-killed" / "a").last_step >= 2

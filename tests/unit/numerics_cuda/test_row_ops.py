@@ -1,0 +1,214 @@
+"""Laws of norm, rotary, silu_mul, matmul, sums, embedding and AdamW, beside the CPU's ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engines.numerics.blocks import block_sum as cpu_block_sum
+from engines.numerics.embedding import embedding as cpu_embedding
+from engines.numerics.linear import linear_multi as cpu_linear_multi
+from engines.numerics.norm import rms_norm as cpu_rms_norm
+from engines.numerics.optimizer import adamw_step_ as cpu_adamw_step_
+from engines.numerics.pointwise import silu_mul as cpu_silu_mul
+from engines.numerics.rotary import rotary as cpu_rotary
+from engines.numerics.rotary import rotary_inv_freq
+
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+"""The interpreter multiplies and rounds bfloat16 wrongly; the kernels take either."""
+DTYPES = (torch.float32, HALF)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    bound = 2e-5 if wanted.dtype == torch.float32 else 2e-2
+    error = (found.cpu().double() - wanted.double()).norm() / wanted.double().norm()
+    assert error < bound, error
+
+
+def gradients(output, inputs, upstream):
+    return torch.autograd.grad(output, inputs, upstream)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_and_its_gradients_are_those_of_the_cpu_definition(device, dtype):
+    from engines.numerics import cuda
+
+    values = [random(70, 48, dtype=dtype), random(48, dtype=dtype, seed=1)]
+    upstream = random(70, 48, dtype=dtype, seed=2)
+    ours = [value.to(device).requires_grad_() for value in values]
+    theirs = [value.clone().requires_grad_() for value in values]
+    out, reference = cuda.rms_norm(*ours, 1e-5), cpu_rms_norm(*theirs, 1e-5)
+    near(out.detach(), reference.detach())
+    for found, wanted in zip(
+        gradients(out, ours, upstream.to(device)), gradients(reference, theirs, upstream),
+        strict=True,
+    ):  # fmt: skip
+        near(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_add_and_norm_has_the_bits_of_add_then_norm(device, dtype):
+    from engines.numerics import cuda
+
+    x, residual = (random(9, 40, dtype=dtype, seed=seed).to(device) for seed in (0, 1))
+    weight = random(40, dtype=dtype, seed=2).to(device)
+    normed, summed = cuda.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(summed, x + residual)
+    assert torch.equal(normed, cuda.rms_norm(x + residual, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_row_is_its_own_whatever_the_offset_and_number_of_rows(device, dtype):
+    from engines.numerics import cuda
+
+    x, weight = random(12, 48, dtype=dtype).to(device), random(48, dtype=dtype, seed=1).to(device)
+    whole = cuda.rms_norm(x, weight, 1e-5)
+    wide = torch.zeros(12, 51, dtype=dtype, device=device)
+    wide[:, 3:] = x
+    assert torch.equal(cuda.rms_norm(wide[:, 3:], weight, 1e-5), whole)
+    for first, last in ((0, 1), (5, 6), (3, 12)):
+        assert torch.equal(cuda.rms_norm(x[first:last], weight, 1e-5), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul_and_its_gradients_are_those_of_the_cpu_definition(device, dtype):
+    from engines.numerics import cuda
+
+    both = random(6, 2 * 72, dtype=dtype)
+    upstream = random(6, 72, dtype=dtype, seed=1)
+    ours = [part.to(device).requires_grad_() for part in both.chunk(2, dim=1)]
+    theirs = [part.clone().requires_grad_() for part in both.chunk(2, dim=1)]
+    out, reference = cuda.silu_mul(*ours), cpu_silu_mul(*theirs)
+    near(out.detach(), reference.detach())
+    for found, wanted in zip(
+        gradients(out, ours, upstream.to(device)), gradients(reference, theirs, upstream),
+        strict=True,
+    ):  # fmt: skip
+        near(found, wanted)
+    gate, up = both.to(device).chunk(2, dim=1)
+    assert torch.equal(cuda.silu_mul(gate, up), out.detach())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_turns_as_the_cpu_definition_and_back_in_the_gradient(device, dtype):
+    from engines.numerics import cuda
+
+    x, positions = random(7, 3, 16, dtype=dtype), torch.tensor([0, 1, 2, 900, 4, 5, 63])
+    frequencies = rotary_inv_freq(1e4, 16)
+    ours, theirs = x.to(device).requires_grad_(), x.clone().requires_grad_()
+    out = cuda.rotary(ours, positions.to(device), frequencies.to(device))
+    reference = cpu_rotary(theirs, positions, frequencies)
+    near(out.detach(), reference.detach())
+    upstream = random(7, 3, 16, dtype=dtype, seed=1)
+    near(
+        gradients(out, (ours,), upstream.to(device))[0],
+        gradients(reference, (theirs,), upstream)[0],
+    )
+    fused = torch.cat([x, x], dim=1).to(device)[:, :3]
+    assert torch.equal(
+        cuda.rotary(fused, positions.to(device), frequencies.to(device)), out.detach()
+    )
+
+
+def test_a_rounded_table_of_frequencies_is_refused(device):
+    from engines.numerics import cuda
+
+    table = rotary_inv_freq(1e4, 16).half().to(device)
+    with pytest.raises(ValueError, match="float32"):
+        cuda.rotary(random(1, 1, 16).to(device), torch.zeros(1, dtype=torch.int64), table)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_linears_and_their_gradients_are_those_of_the_cpu_definition(device, dtype):
+    from engines.numerics import cuda
+
+    x = random(66, 40, dtype=dtype)
+    weights = [random(size, 40, dtype=dtype, seed=size) for size in (24, 72)]
+    biases = [random(24, dtype=dtype, seed=5), None]
+    upstream = [random(66, size, dtype=dtype, seed=size + 1) for size in (24, 72)]
+    results = []
+    for op, place in ((cuda.linear_multi, device), (cpu_linear_multi, "cpu")):
+        inputs = [value.to(place).detach().requires_grad_() for value in (x, *weights, biases[0])]
+        outputs = op(inputs[0], inputs[1:3], (inputs[3], None))
+        moved = [value.to(place) for value in upstream]
+        results.append(
+            [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, inputs, moved)]
+        )
+    for found, wanted in zip(*results, strict=True):
+        near(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_linear_row_is_its_own_and_columns_do_not_see_each_other(device, dtype):
+    from engines.numerics import cuda
+
+    x, weight = random(33, 40, dtype=dtype).to(device), random(72, 40, dtype=dtype).to(device)
+    whole = cuda.linear(x, weight)
+    for first, last in ((0, 1), (7, 8), (16, 33)):
+        assert torch.equal(cuda.linear(x[first:last], weight), whole[first:last])
+    assert torch.equal(cuda.linear(x, weight[:24].contiguous()), whole[:, :24])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_gradient_goes_on_from_a_total_and_ignores_zero_rows(device, dtype):
+    from engines.numerics import cuda
+
+    gradient, x = random(192, 20, dtype=dtype).to(device), random(192, 24, dtype=dtype).to(device)
+    whole = cuda.linear_weight_gradient(gradient, x)
+    total = cuda.linear_weight_gradient(gradient[:64], x[:64])
+    assert torch.equal(cuda.linear_weight_gradient(gradient[64:], x[64:], total=total), whole)
+    zeros = torch.zeros(64, 20, dtype=dtype, device=device)
+    padded = torch.cat([gradient[:64], zeros, gradient[64:]])
+    rows = torch.cat([x[:64], x[:64], x[64:]])
+    assert torch.equal(cuda.linear_weight_gradient(padded, rows), whole)
+
+
+def test_block_sums_add_blocks_left_to_right(device):
+    from engines.numerics.cuda.rows import block_sum
+
+    rows = random(200, 10)
+    near(block_sum(rows.to(device)), cpu_block_sum(rows))
+    padded = torch.cat([rows, torch.zeros(440, 10)])
+    assert torch.equal(block_sum(padded.to(device)), block_sum(rows.to(device)))
+    apart = torch.tensor([[1e8], *[[0.0]] * 63, [1.0], *[[0.0]] * 63, [-1e8]])
+    assert block_sum(apart.to(device)).item() == 0.0
+    assert block_sum(apart.flip(0).to(device)).item() == 0.0
+    assert block_sum(apart[[0, 128, 64]].to(device)).item() == 1.0
+    assert block_sum(torch.zeros(0, 3, device=device)).tolist() == [0.0] * 3
+
+
+def test_an_embedding_gradient_adds_rows_of_one_token_in_order(device):
+    from engines.numerics import cuda
+
+    ids = torch.tensor([3, 1, 3, 0, 3, 1] * 13)
+    weight, upstream = random(5, 12), random(78, 12, seed=1)
+    results = []
+    for op, place in ((cuda.embedding, device), (cpu_embedding, "cpu")):
+        table = weight.to(place).requires_grad_()
+        out = op(ids.to(place), table)
+        results.append((out.detach(), torch.autograd.grad(out, table, upstream.to(place))[0]))
+    assert torch.equal(results[0][0].cpu(), results[1][0])
+    near(results[0][1], results[1][1])
+    large = torch.tensor([[1e8], [1.0], [-1e8]])
+    for order, wanted in (([0, 1, 2], 0.0), ([0, 2, 1], 1.0)):
+        table = torch.zeros(2, 1, device=device).requires_grad_()
+        out = cuda.embedding(torch.ones(3, dtype=torch.int64, device=device), table)
+        assert torch.autograd.grad(out, table, large[order].to(device))[0][1].item() == wanted
+
+
+def test_an_adamw_step_has_the_bits_of_the_cpu_definition(device):
+    from engines.numerics import cuda
+
+    state = [random(37, 41, seed=seed) for seed in range(3)] + [random(37, 41, seed=3).square()]
+    options = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1}
+    ours = [value.to(device) for value in state]
+    cuda.adamw_step_(*ours, step=3, **options)
+    cpu_adamw_step_(*state, step=3, **options)
+    for found, wanted in zip(ours, state, strict=True):
+        assert torch.equal(found.cpu(), wanted)
+    with pytest.raises(ValueError, match="first step is 1"):
+        cuda.adamw_step_(*ours, step=0, **options)

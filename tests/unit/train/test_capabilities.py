@@ -1,0 +1,138 @@
+"""The capability table: what no trainer does is refused by its row's name before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import engines.train.registry as registry
+from engines.train.registry import CAPABILITIES, TRAINERS, check_supported, refusals
+from model_specs.errors import SpecError, UnsupportedError
+from model_specs.fingerprint import trajectory_fingerprint
+from model_specs.model_spec import ModelSpec
+from model_specs.overrides import apply_overrides
+from model_specs.recipes.tiny_cpu import recipe
+from model_specs.registry import RECIPES, load_recipe
+from model_specs.run_spec import RunSpec
+from model_specs.trainer_options import TrainerOptions
+
+ROOT = Path(__file__).resolve().parents[3]
+
+REFUSED = {
+    "tensor parallel": "tensor_parallel=2",
+    "pipeline parallel": "pipeline_parallel=2",
+    "context parallel": "context_parallel=2",
+    "expert parallel": "expert_parallel=2",
+    "CPU offload": "cpu_offload=true",
+    "critic": "critic=true",
+    "teacher distillation": "teacher_distillation=true",
+    "draft-model training": "draft_model_training=true",
+    "routing replay": "routing_replay=true",
+    "multimodal": "multimodal=true",
+    "quantised checkpoint": "quantised_checkpoint=true",
+    "disk weight sync": "weight_sync=disk",
+    "delta weight sync": "weight_sync=delta",
+    "asynchronous save": "async_save=true",
+}
+"""Row -> how a user asks for it under `trainer_options`."""
+
+
+@pytest.mark.parametrize("trainer", sorted(TRAINERS))
+@pytest.mark.parametrize("row", sorted(REFUSED))
+def test_what_no_trainer_does_is_refused_by_name(row: str, trainer: str) -> None:
+    asked = f"trainer_options.{REFUSED[row]}"
+    spec = apply_overrides(recipe(), (f"trainer={trainer}", asked))
+    with pytest.raises(UnsupportedError) as refused:
+        check_supported(spec)
+    message = str(refused.value)
+    assert message.startswith(f"{row} (")
+    assert REFUSED[row].partition("=")[0] in message
+    assert f"trainer {trainer}" in message
+    assert refused.value.exit_code == 14
+    assert len(refusals(spec)) == 1
+
+
+def test_every_refusing_row_has_a_test_and_every_option_a_row() -> None:
+    nobody = {row.name for row in CAPABILITIES if not row.trainers}
+    assert nobody == set(REFUSED)
+    asked_by_rows = set()
+    for name, field in TrainerOptions.model_fields.items():
+        other = {False: True, 1: 2, "full": "disk"}[field.default]
+        spec = recipe().model_copy(update={"trainer_options": TrainerOptions(**{name: other})})
+        if any(f"trainer_options.{name}=" in str(row.asked(spec)) for row in CAPABILITIES):
+            asked_by_rows.add(name)
+    assert asked_by_rows == set(TrainerOptions.model_fields)
+
+
+def test_all_refusals_come_in_one_error() -> None:
+    spec = apply_overrides(
+        recipe(), ("trainer_options.critic=true", "trainer_options.tensor_parallel=4")
+    )
+    with pytest.raises(UnsupportedError, match=r"tensor parallel .*; critic "):
+        check_supported(spec)
+
+
+@pytest.mark.parametrize("trainer", sorted(TRAINERS))
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_shipped_recipe_runs_on_every_trainer(name: str, trainer: str) -> None:
+    check_supported(apply_overrides(load_recipe(name), (f"trainer={trainer}",)))
+
+
+def test_a_family_without_a_row_is_refused() -> None:
+    odd = recipe().model.model_construct(**{**dict(recipe().model), "family": "mamba"})
+    with pytest.raises(UnsupportedError, match="mamba is no row of the table"):
+        check_supported(recipe().model_copy(update={"model": odd}))
+
+
+def test_every_family_and_trainer_of_the_spec_is_in_the_table() -> None:
+    families = get_args(ModelSpec.model_fields["family"].annotation)
+    rows = {row.name for row in CAPABILITIES if row.kind == "family"}
+    assert {f"family {name}" for name in families} <= rows
+    assert set(get_args(RunSpec.model_fields["trainer"].annotation)) == set(TRAINERS)
+
+
+def test_a_row_that_one_trainer_lacks_refuses_that_one_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = tuple(
+        replace(row, trainers=("fsdp2",), reason="not there", remedy="use fsdp2")
+        if row.name == "stock reduction"
+        else row
+        for row in CAPABILITIES
+    )
+    monkeypatch.setattr(registry, "CAPABILITIES", rows)
+    stock = ("reduction.kind=stock", "reduction.world_size=1")
+    check_supported(apply_overrides(recipe(), stock))
+    with pytest.raises(UnsupportedError, match="supported by fsdp2; use fsdp2"):
+        check_supported(apply_overrides(recipe(), (*stock, "trainer=megatron")))
+
+
+def test_unknown_options_and_trainers_are_refused_never_dropped() -> None:
+    with pytest.raises(SpecError, match=r"no field 'trainer_options\.tensor_parralel'"):
+        apply_overrides(recipe(), ("trainer_options.tensor_parralel=2",))
+    with pytest.raises(SpecError, match="trainer"):
+        apply_overrides(recipe(), ("trainer=deepspeed",))
+
+
+def test_options_decide_no_bit_but_the_trainer_is_identity() -> None:
+    plain = trajectory_fingerprint(recipe())
+    checkpointing = apply_overrides(recipe(), ("trainer_options.gradient_checkpointing=true",))
+    assert trajectory_fingerprint(checkpointing) == plain
+    megatron = apply_overrides(recipe(), ("trainer=megatron",))
+    assert trajectory_fingerprint(megatron) != plain
+
+
+def test_the_command_refuses_with_code_14_before_anything_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flows.cli", "run", "tiny_cpu", "--dry-run"]
+    asked = ["--set", "trainer_options.critic=true", "--runs-dir", str(tmp_path / "runs")]
+    done = subprocess.run(
+        [*command, *asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 14, done.stderr[-2000:]
+    assert "critic (trainer_options.critic=True)" in done.stdout + done.stderr
+    assert not (tmp_path / "runs").exists()
