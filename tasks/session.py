@@ -96,7 +96,33 @@ class LegSession:
             ],
             what="rendering of the prompts",
         )
+        self._record_prompts(self.prompts)
         self._record_environment()
+
+    def _record_prompts(self, prompts: PromptSet) -> None:
+        """Write how many prompts there are, and the first as the model is given it."""
+        first = prompts.prompts[0]
+        write_json(
+            self.folder / "prompts.json",
+            {
+                "num_prompts": len(prompts.prompts),
+                "num_dropped_too_long": prompts.num_dropped_too_long,
+                "digest": prompts.digest,
+                "first": {
+                    "prompt_id": first.prompt_id,
+                    "text": first.text,
+                    "token_ids": list(first.token_ids),
+                    "label": first.label,
+                },
+            },
+        )
+        logger.info(
+            "%s prompts %d, %d longer than %d tokens left out",
+            self.leg,
+            len(prompts.prompts),
+            prompts.num_dropped_too_long,
+            self.spec.data.max_prompt_tokens,
+        )
 
     def _record_environment(self) -> None:
         assert self.trainer is not None

@@ -82,7 +82,10 @@ ENTRIES_PER_BATCH = 100
 """Limits of one `log_batch` call."""
 
 _PARENT_ARTIFACTS = ("spec.json", "verdict.json", "report.html")
-_LEG_ARTIFACTS = ("lock.json", "ledger.jsonl", "environment.json", "gates.json", "metrics.jsonl")
+_LEG_ARTIFACTS = (
+    *("lock.json", "ledger.jsonl", "environment.json"),
+    *("gates.json", "metrics.jsonl", "prompts.json"),
+)
 _SAMPLES_ARTIFACT = "samples.json"
 
 

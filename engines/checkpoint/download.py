@@ -2,7 +2,7 @@
 
 Sources are `generated:tiny` and `generated:arithmetic`, a local folder or file, and
 `hf://org/name@revision` (through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME and
-HF_HUB_OFFLINE are honoured). A connection that breaks is taken up again at the byte where it broke;
+HF_HUB_OFFLINE are honoured). A connection that breaks is taken up again at the last whole chunk;
 files that arrived whole are not fetched again by a later attempt. What the hub sent is hashed and
 compared with the hash that the hub states, which its client does not do. A folder appears under its
 name complete and checked, or not at all; asking again verifies it by content.

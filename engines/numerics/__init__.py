@@ -18,6 +18,8 @@ or bfloat16.
 | rotary | `rotary` | two halves; cos, sin rounded first | |
 | attention | `causal_attention` | online softmax, blocks of 64 keys | query tiles, last to first |
 | attention | `paged_attention`, `..._batch` | the same, from a cache | none |
+| router | `route` | softmax, top-k, ties to the lowest expert | |
+| experts | `expert_mlp` | combined in slot order | dW: blocks of 64 source rows |
 | embedding | `embedding` | look-up | dW: blocks of 64 rows |
 | logprobs | `log_softmax_rows` | torch's, float32, contiguous | none |
 | logprobs | `chosen_logprobs` | of `float32(logits) / temperature` | |
@@ -39,6 +41,7 @@ from engines.numerics.attention import causal_attention, paged_attention, paged_
 from engines.numerics.blocks import ROW_BLOCK, ROW_TILE
 from engines.numerics.dispatch import by_device
 from engines.numerics.embedding import embedding
+from engines.numerics.experts import expert_mlp
 from engines.numerics.linear import (
     linear,
     linear_input_gradient,
@@ -50,6 +53,7 @@ from engines.numerics.norm import rms_norm
 from engines.numerics.optimizer import adamw_step_
 from engines.numerics.pointwise import add, silu_mul
 from engines.numerics.rotary import rotary, rotary_inv_freq
+from engines.numerics.router import route
 from engines.numerics.sums import ordered_sum, row_square_sums, token_sum, tree_sum
 
 adamw_step_ = by_device(adamw_step_)
@@ -78,6 +82,7 @@ __all__ = [
     "causal_attention",
     "chosen_logprobs",
     "embedding",
+    "expert_mlp",
     "head_logprobs",
     "linear",
     "linear_input_gradient",
@@ -90,6 +95,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_inv_freq",
+    "route",
     "row_square_sums",
     "silu_mul",
     "token_sum",

@@ -52,6 +52,30 @@ def _denominator(x: torch.Tensor) -> torch.Tensor:
     return x.neg().exp_().add_(1.0)
 
 
+def silu_mul_gradient(
+    gate: torch.Tensor, up: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of `gate` and `up` of `silu_mul`.
+
+    Args:
+        gate: `[M, K]`.
+        up: `[M, K]`, dtype of `gate`.
+        gradient: `[M, K]`, gradient of the result.
+    """
+    of_gate, of_up = (
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (gate, up)
+    )
+    for gate_part, up_part, upstream, gate_out, up_out in _flat(gate, up, gradient, of_gate, of_up):
+        wide = gate_part.float()
+        denominator = _denominator(wide)
+        torch.mul(upstream, (wide / denominator).to(gate.dtype), out=up_out)
+        # silu'(x) = sigmoid(x) * (1 + x * (1 - sigmoid(x)))
+        sigmoid = denominator.reciprocal_()
+        slope = (1.0 - sigmoid).mul_(wide).add_(1.0).mul_(sigmoid)
+        gate_out.copy_(slope.mul_(upstream.float()).mul_(up_part))
+    return of_gate, of_up
+
+
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -65,18 +89,4 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = ctx.saved_tensors
-        of_gate, of_up = (
-            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (gate, up)
-        )
-        for gate_part, up_part, upstream, gate_out, up_out in _flat(
-            gate, up, gradient, of_gate, of_up
-        ):
-            wide = gate_part.float()
-            denominator = _denominator(wide)
-            torch.mul(upstream, (wide / denominator).to(gate.dtype), out=up_out)
-            # silu'(x) = sigmoid(x) * (1 + x * (1 - sigmoid(x)))
-            sigmoid = denominator.reciprocal_()
-            slope = (1.0 - sigmoid).mul_(wide).add_(1.0).mul_(sigmoid)
-            gate_out.copy_(slope.mul_(upstream.float()).mul_(up_part))
-        return of_gate, of_up
+        return silu_mul_gradient(*ctx.saved_tensors, gradient)

@@ -38,6 +38,9 @@ def start_options(spec: RunSpec, *, policy: Policy, max_model_len: int) -> dict[
         "enable_chunked_prefill": True,
         "max_num_batched_tokens": max(max_model_len, CUDA_BATCHED_TOKENS),
         "block_size": CUDA_PAGE_SIZE,
+        # The cache has its own size; this is only what must be free at the start, beside the
+        # trainer and other engines.
+        "gpu_memory_utilization": 0.3,
     }
     if policy == "aligned":
         options["attention_config"] = {"backend": "TRITON_ATTN"}

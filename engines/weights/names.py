@@ -31,7 +31,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the shapes of a Qwen2 or Llama checkpoint follow from."""
+    """What the shapes of a Qwen2, Qwen3 or Llama checkpoint follow from."""
 
     num_layers: int
     hidden_size: int
@@ -45,6 +45,8 @@ class ModelFacts:
     output_bias: bool
     """Bias of the attention's output projection (Llama's `attention_bias`)."""
     mlp_bias: bool
+    qk_norm: bool = False
+    """Norm of every query and key head (Qwen3)."""
 
     @property
     def query_rows(self) -> int:
@@ -58,17 +60,19 @@ class ModelFacts:
 
 
 def facts_of(config: Any) -> ModelFacts:
-    """Return the facts of a transformers config of type qwen2 or llama.
+    """Return the facts of a transformers config of type qwen2, qwen3 or llama.
 
     Raises:
         UnsupportedError: The model type is another one.
     """
     model_type = config.model_type
-    if model_type not in ("qwen2", "llama"):
+    if model_type not in ("qwen2", "qwen3", "llama"):
         raise UnsupportedError(
-            f"model type {model_type!r} has no map of logical weight names; known: llama, qwen2"
+            f"model type {model_type!r} has no map of logical weight names; known: llama, qwen2, "
+            "qwen3"
         )
-    llama_bias = model_type == "llama" and bool(config.attention_bias)
+    # In both families the setting is of all four projections of the attention.
+    attention_bias = model_type != "qwen2" and bool(config.attention_bias)
     return ModelFacts(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -79,9 +83,10 @@ def facts_of(config: Any) -> ModelFacts:
         or config.hidden_size // config.num_attention_heads,
         vocab_size=config.vocab_size,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        qkv_bias=model_type == "qwen2" or llama_bias,
-        output_bias=llama_bias,
+        qkv_bias=model_type == "qwen2" or attention_bias,
+        output_bias=attention_bias,
         mlp_bias=model_type == "llama" and bool(config.mlp_bias),
+        qk_norm=model_type == "qwen3",
     )
 
 
@@ -104,6 +109,9 @@ def expected_shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)
+        if facts.qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (facts.head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (facts.head_dim,)
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)

@@ -1,4 +1,4 @@
-"""Downloads against a local server that speaks the hub's API, in processes with the user's variables.
+"""Downloads against a local server that speaks the hub's API, with the user's variables.
 
 Each download runs in a fresh process, because the client reads HF_ENDPOINT, HF_HOME, HF_TOKEN and
 HF_HUB_OFFLINE once, when it is imported.
@@ -6,7 +6,6 @@ HF_HUB_OFFLINE once, when it is imported.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,20 +19,12 @@ import pytest
 from engines.checkpoint.tiny_model import write_tiny_model
 from model_specs.registry import load_recipe
 from model_specs.sources import redacted
+from tests.engines.hub_server import Hub, serving, stated_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "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"
 MODEL = load_recipe("tiny_cpu").model
 WEIGHTS = "model.safetensors"
-
-_location = importlib.util.spec_from_file_location(
-    "hub_server", ROOT / "tests/engines/hub_server.py"
-)
-assert _location is not None
-assert _location.loader is not None
-hub_server = importlib.util.module_from_spec(_location)
-sys.modules["hub_server"] = hub_server
-_location.loader.exec_module(hub_server)
 
 PROGRAM = """
 import json, sys
@@ -58,7 +49,7 @@ else:
 class User:
     """A user with a cache of the hub's files, whose downloads go to folders of their own."""
 
-    def __init__(self, folder: Path, hub: Any) -> None:
+    def __init__(self, folder: Path, hub: Hub) -> None:
         self.folder = folder
         self.hub = hub
         self.output = ""
@@ -103,7 +94,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def user(tmp_path: Path) -> Iterator[User]:
-    with hub_server.serving(hub_server.Hub()) as hub:
+    with serving(Hub()) as hub:
         (tmp_path / "user").mkdir()
         yield User(tmp_path / "user", hub)
 
@@ -127,7 +118,10 @@ def test_a_branch_is_recorded_as_the_commit_that_it_stands_for(user: User, sourc
 def test_a_broken_connection_is_taken_up_where_it_broke(user: User, source: Path) -> None:
     user.hub.publish(source, "first")
     user.hub.cut_once[WEIGHTS] = 100_000
-    found = user.download("a")
+    model = MODEL.model_copy(update={"path": "hf://org/name@main"})
+    # The client goes on at a whole chunk, of 10 MiB; here a smaller one.
+    small_chunks = "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 50_000\n"
+    found = user.run(small_chunks + PROGRAM, model.model_dump_json(), str(user.folder / "a"))
     assert "error" not in found
     assert user.hub.fetched(WEIGHTS) == [None, "bytes=100000-"]
     assert (user.folder / "a" / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
@@ -159,7 +153,7 @@ def test_a_file_with_another_checksum_is_refused(user: User, source: Path, name:
     user.hub.publish(source, "first")
     user.hub.altered.add(name)
     refused = user.download("a")["error"]
-    stated = hub_server.stated_hash(name, (source / name).read_bytes())
+    stated = stated_hash(name, (source / name).read_bytes())
     assert f"{name} has hash " in refused
     assert f"but the hub states {stated}" in refused
     assert not (user.folder / "a").exists()

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from engines.numerics.cuda.matmul import add_weight_gradient, matmul
@@ -23,9 +22,7 @@ def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias` or `x @ weight` for one matrix."""
-    if x.dtype == torch.float32 or not x.is_cuda:
-        return matmul(x, weight, bias, transposed=transposed)
-    return F.linear(x, weight, bias) if transposed else x @ weight
+    return matmul(x, weight, bias, transposed=transposed)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,0 +1,141 @@
+"""A mixture of experts: each token through the experts of its slots, added in slot order.
+
+Forward: the rows of an expert are gathered, padded and multiplied as in `linear`, so a row's result
+does not depend on which other rows chose the expert. The results of a row are weighted and added in
+float32 in the order of its slots (largest weight first), and rounded once.
+
+Backward: the input gradient is added over slots in the same order. The weight gradient of an expert
+is summed over the blocks of 64 source rows, left to right; within a block over the rows that chose
+it. A block belongs to one sequence, so packing cannot be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from engines.numerics.blocks import ROW_BLOCK, ROW_TILE, pad_rows
+from engines.numerics.linear import linear_input_gradient
+from engines.numerics.pointwise import silu_mul, silu_mul_gradient
+
+
+def expert_mlp(
+    hidden: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Return the weighted sum of each row's experts, `down(silu(gate(x)) * up(x))`.
+
+    Args:
+        hidden: `[M, K]`; sequences start at multiples of 64 rows.
+        experts: int64 `[M, S]`, distinct within a row, of `route`.
+        weights: float32 `[M, S]`.
+        gate_up: for each expert `[2 * inner, K]`, gate rows first; dtype of `hidden`.
+        down: for each expert `[K, inner]`.
+
+    Returns:
+        `[M, K]`, dtype of `hidden`. An expert without a row has a gradient of zeros.
+    """
+    if len(gate_up) != len(down):
+        raise ValueError(f"expert_mlp: {len(gate_up)} gate_up matrices but {len(down)} down")
+    return _Experts.apply(hidden, experts, weights, len(down), *gate_up, *down)  # type: ignore[no-any-return]
+
+
+def _project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(pad_rows(x, ROW_TILE), weight.contiguous())[: x.shape[0]]
+
+
+def _gate_and_up(x: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(_project(x, matrix) for matrix in gate_up.chunk(2))
+
+
+def _places(experts: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows (ascending) and slots of an expert."""
+    rows, slots = (experts == expert).nonzero(as_tuple=True)
+    return rows, slots
+
+
+def _add_over_slots(parts: torch.Tensor) -> torch.Tensor:
+    """Add float32 `[M, S, K]` over slots from left to right."""
+    total = parts[:, 0].clone()
+    for slot in range(1, parts.shape[1]):
+        total += parts[:, slot]
+    return total
+
+
+def _block_weight_gradient(
+    gradient: torch.Tensor, x: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """Return float32 `[N, K]`: products of the rows of each source block, added left to right."""
+    total = x.new_zeros(gradient.shape[1], x.shape[1], dtype=torch.float32)
+    _, counts = torch.unique_consecutive(rows // ROW_BLOCK, return_counts=True)
+    sizes = counts.tolist()
+    for block_gradient, block_x in zip(gradient.split(sizes), x.split(sizes), strict=True):
+        left, right = (pad_rows(t.float(), ROW_TILE) for t in (block_gradient, block_x))
+        total.addmm_(left.t(), right)
+    return total
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        count: int,
+        *matrices: torch.Tensor,
+    ) -> torch.Tensor:
+        gate_up, down = matrices[:count], matrices[count:]
+        outputs = hidden.new_zeros(*experts.shape, hidden.shape[1])
+        for expert in range(count):
+            rows, slots = _places(experts, expert)
+            if len(rows):
+                inner = silu_mul(*_gate_and_up(hidden[rows], gate_up[expert]))
+                outputs[rows, slots] = _project(inner, down[expert])
+        ctx.save_for_backward(hidden, experts, weights, outputs, *matrices)
+        return _add_over_slots(outputs.float() * weights[..., None]).to(hidden.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, experts, weights, outputs, *matrices = ctx.saved_tensors
+        count = len(matrices) // 2
+        gate_up, down = matrices[:count], matrices[count:]
+        upstream = gradient.float()[:, None]
+        products = pad_rows(upstream * outputs.float(), ROW_TILE)
+        of_weights = products.sum(-1)[: len(hidden)]
+        of_outputs = (upstream * weights[..., None]).to(hidden.dtype)
+        of_hidden = torch.zeros_like(outputs, dtype=torch.float32)
+        of_gate_up = [torch.zeros_like(matrix) for matrix in gate_up]
+        of_down = [torch.zeros_like(matrix) for matrix in down]
+        for expert in range(count):
+            rows, slots = _places(experts, expert)
+            if not len(rows):
+                continue
+            x, of_output = hidden[rows], of_outputs[rows, slots]
+            gate, up = _gate_and_up(x, gate_up[expert])
+            of_inner = linear_input_gradient((of_output,), (down[expert],))
+            of_down[expert] = _block_weight_gradient(of_output, silu_mul(gate, up), rows).to(
+                hidden.dtype
+            )
+            parts = silu_mul_gradient(gate, up, of_inner)
+            of_x = linear_input_gradient(parts, gate_up[expert].chunk(2))
+            of_hidden[rows, slots] = of_x.float()
+            of_gate_up[expert] = torch.cat(
+                [_block_weight_gradient(part, x, rows) for part in parts]
+            ).to(hidden.dtype)
+        return (
+            _add_over_slots(of_hidden).to(hidden.dtype),
+            None,
+            of_weights,
+            None,
+            *of_gate_up,
+            *of_down,
+        )

@@ -1,0 +1,336 @@
+"""The laws of the shared ops at the shapes that the GPU recipes run, on the device itself.
+
+Shapes are those of Qwen2.5-0.5B and SmolLM2-135M. Each law has a control that must fail, so that a
+test cannot pass by comparing nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65, 100, 128, 129, 200, 256, 300, 512, 1000, 2048)
+PLACES = (1, 5, 64, 129, 500)
+SHAPES = {
+    "qwen qkv": (896, 1152),
+    "qwen o": (896, 896),
+    "qwen gate_up": (896, 9728),
+    "qwen down": (4864, 896),
+    "qwen head": (896, 151936),
+    "smol qkv": (576, 960),
+    "smol o": (576, 576),
+    "smol gate_up": (576, 3072),
+    "smol down": (1536, 576),
+    "smol head": (576, 49152),
+}
+HEADS = {"qwen": (14, 2, 64), "smol": (9, 3, 64), "wide": (16, 8, 128)}
+
+
+@pytest.fixture(autouse=True)
+def _as_in_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables that `engine_env` and `trainer_env` set before a process starts."""
+    for name, value in (("CUBLAS_WORKSPACE_CONFIG", ":16:8"), ("CUBLASLT_WORKSPACE_SIZE", "1")):
+        if os.environ.get(name) != value:
+            pytest.fail(f"{name} must be {value} before the process starts")
+    torch.set_float32_matmul_precision("highest")
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, device="cuda") * scale).bfloat16()
+
+
+def broken_rows(op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[object]:
+    """Return row counts and places at which rows of `op` differ from those in the whole of `x`."""
+    whole = op(x)
+    broken: list[object] = [
+        count for count in ROWS if count < len(x) and not torch.equal(op(x[:count]), whole[:count])
+    ]
+    broken += [
+        ("from", place)
+        for place in PLACES
+        if place + 40 <= len(x)
+        and not torch.equal(op(x[place : place + 40]), whole[place : place + 40])
+    ]
+    return broken
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_row_of_a_product_does_not_see_the_other_rows(name):
+    from engines import numerics
+
+    inner, outer = SHAPES[name]
+    count = 1300 if outer > 40000 else 2304
+    x, weight = random(count, inner), random(outer, inner, seed=1, scale=0.02)
+    assert broken_rows(lambda rows: numerics.linear(rows, weight), x) == []
+    gradient = random(count, outer, seed=2)
+    assert broken_rows(lambda g: numerics.linear_input_gradient((g,), (weight,)), gradient) == []
+
+
+def test_fused_and_separate_matrices_give_the_same_columns():
+    from engines import numerics
+
+    for inner, parts in ((896, (896, 128, 128)), (576, (576, 192, 192)), (896, (4864, 4864))):
+        weights = [random(part, inner, seed=part + i, scale=0.02) for i, part in enumerate(parts)]
+        biases = [random(part, seed=7 + i) for i, part in enumerate(parts)]
+        for count in (1, 16, 128, 1000):
+            x = random(count, inner, seed=count)
+            fused = numerics.linear(x, torch.cat(weights), torch.cat(biases)).split(parts, dim=1)
+            apart = numerics.linear_multi(x, weights, biases)
+            assert all(map(torch.equal, fused, apart)), (inner, parts, count)
+
+
+def test_a_bias_is_invariant_too():
+    from engines import numerics
+
+    x, weight, bias = random(2304, 896), random(1152, 896, seed=1, scale=0.02), random(1152, seed=2)
+    assert broken_rows(lambda rows: numerics.linear(rows, weight, bias), x) == []
+
+
+def test_the_probe_finds_an_op_that_does_see_other_rows():
+    x = random(256, 896)
+    assert broken_rows(lambda rows: rows - rows.float().mean(0).bfloat16(), x)
+
+
+@pytest.mark.parametrize("width", [576, 896, 4864])
+def test_a_row_of_a_norm_does_not_see_the_other_rows_fused_or_not(width):
+    from engines import numerics
+    from engines.numerics import cuda
+
+    x, weight = random(2304, width), random(width, seed=1)
+    assert broken_rows(lambda rows: numerics.rms_norm(rows, weight, 1e-6), x) == []
+    residual = random(2304, width, seed=2)
+    normed, summed = cuda.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(summed, x + residual)
+    assert torch.equal(normed, numerics.rms_norm(x + residual, weight, 1e-6))
+
+
+def test_a_log_prob_does_not_see_rows_dtype_or_stride():
+    from engines import numerics
+    from engines.numerics import cuda
+
+    logits = random(600, 151936, scale=3.0)
+    ids = torch.arange(600, device="cuda") * 251
+    whole = numerics.chosen_logprobs(logits, ids, temperature=1.0)
+    for count in (1, 2, 7, 64, 200):
+        part = numerics.chosen_logprobs(logits[:count], ids[:count], temperature=1.0)
+        assert torch.equal(part, whole[:count])
+    assert torch.equal(cuda.token_logprobs(logits.float(), ids[:, None])[:, 0], whole)
+    padded = torch.zeros(600, 151936 + 5, dtype=torch.bfloat16, device="cuda")
+    padded[:, 5:] = logits
+    assert torch.equal(cuda.token_logprobs(padded[:, 5:], ids[:, None])[:, 0], whole)
+    exact = torch.log_softmax(logits[:64].double(), -1).gather(1, ids[:64, None])[:, 0]
+    assert (whole[:64].double() - exact).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_decode_chunk_and_prefill_over_pages_have_the_bits_of_training(name):
+    from engines import numerics
+
+    heads, key_heads, width = HEADS[name]
+    lengths = [5, 16, 64, 65, 127, 200, 333, 500, 1, 64, 700, 17]
+    starts = [0]
+    for length in lengths[:-1]:
+        starts.append(starts[-1] + -(-length // 64) * 64)
+    rows = starts[-1] + 64
+    q, k, v = (
+        random(rows, n, width, seed=n + i) for i, n in enumerate((heads, key_heads, key_heads))
+    )
+    options = {"scale": width**-0.5}
+    whole = numerics.causal_attention(q, k, v, starts=starts, lengths=lengths, **options)
+    for position, start, length in zip(range(12), starts, lengths, strict=True):
+        span = slice(start, start + length)
+        alone = numerics.causal_attention(
+            q[span], k[span], v[span], starts=(0,), lengths=(length,), **options
+        )
+        assert torch.equal(alone, whole[span]), position
+    page = 16
+    per_request = -(-max(lengths) // page)
+    order = torch.randperm(per_request * len(lengths), generator=torch.Generator().manual_seed(0))
+    table = order.view(len(lengths), per_request).to("cuda")
+    # NHD in memory, as vLLM lays it out, and NaN where nothing was written.
+    cache = torch.full((order.numel(), page, key_heads, 2 * width), float("nan"), device="cuda")
+    cache = cache.bfloat16().transpose(1, 2)
+    for request, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        place = torch.arange(length, device="cuda")
+        pages = table[request, place // page]
+        cache[pages, :, place % page] = torch.cat(
+            (k[start : start + length], v[start : start + length]), dim=-1
+        )
+    for most in (1, 2, 33, 64, 1000):
+        queries = [min(most, length) for length in lengths]
+        spans = [
+            slice(start + length - count, start + length)
+            for start, length, count in zip(starts, lengths, queries, strict=True)
+        ]
+        found = numerics.paged_attention_batch(
+            torch.cat([q[span] for span in spans]), cache[..., :width], cache[..., width:], table,
+            query_lengths=queries, lengths=lengths, **options,
+        )  # fmt: skip
+        assert torch.equal(found, torch.cat([whole[span] for span in spans])), most
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_attention_and_its_gradients_are_near_float64(name):
+    from engines import numerics
+
+    heads, key_heads, width = HEADS[name]
+    length = 200
+    values = [
+        random(length, n, width, seed=n + i) for i, n in enumerate((heads, key_heads, key_heads))
+    ]
+    upstream = random(length, heads, width, seed=9)
+    ours = [value.clone().requires_grad_() for value in values]
+    out = numerics.causal_attention(*ours, starts=(0,), lengths=(length,), scale=width**-0.5)
+    exact = [value.double().requires_grad_() for value in values]
+    q, k, v = (t.transpose(0, 1) for t in exact)
+    k, v = (t.repeat_interleave(heads // key_heads, 0) for t in (k, v))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    wanted = wanted.transpose(0, 1)
+    pairs = [(out, wanted)]
+    pairs += zip(
+        torch.autograd.grad(out, ours, upstream),
+        torch.autograd.grad(wanted, exact, upstream.double()),
+        strict=True,
+    )
+    for found, reference in pairs:
+        assert (found.double() - reference).norm() / reference.norm() < 6e-3
+
+
+def test_a_weight_gradient_is_the_sum_over_blocks_whatever_is_packed_or_padded():
+    from engines import numerics
+
+    for inner, outer in ((896, 4864), (576, 49152)):
+        gradient, x = random(640, outer, scale=0.1), random(640, inner, seed=1)
+        whole = numerics.linear_weight_gradient(gradient, x)
+        total = numerics.linear_weight_gradient(gradient[:256], x[:256])
+        numerics.linear_weight_gradient(gradient[256:], x[256:], total=total)
+        assert torch.equal(total, whole)
+        zeros = torch.zeros(128, outer, dtype=torch.bfloat16, device="cuda")
+        padded = numerics.linear_weight_gradient(
+            torch.cat((gradient[:256], zeros, gradient[256:], zeros)),
+            torch.cat((x[:256], x[:128], x[256:], x[:128])),
+        )
+        assert torch.equal(padded, whole)
+        exact = gradient.double().t() @ x.double()
+        assert (whole.double() - exact).norm() / exact.norm() < 1e-5
+        assert not torch.equal(numerics.linear_weight_gradient(gradient.flip(0), x.flip(0)), whole)
+
+
+def test_fifty_repeats_beside_a_second_stream_give_one_outcome():
+    """Forward and backward of a layer's ops while another stream keeps the device busy."""
+    from engines import numerics
+
+    rows, width, inner = 1024, 896, 4864
+    x = random(rows, width).requires_grad_()
+    norm, up = random(width, seed=1).requires_grad_(), random(2 * inner, width, seed=2, scale=0.02)
+    down, qkv = random(width, inner, seed=3, scale=0.02), random(1152, width, seed=4, scale=0.02)
+    leaves = [x, norm, *(weight.requires_grad_() for weight in (up, down, qkv))]
+    positions = torch.arange(rows, device="cuda") % 256
+    frequencies = numerics.rotary_inv_freq(1e6, 64).to("cuda")
+    ids = torch.arange(rows, device="cuda") % 997
+    table = random(151936, width, seed=5, scale=0.05).requires_grad_()
+
+    def once() -> list[torch.Tensor]:
+        hidden = numerics.add(numerics.embedding(ids, table), x)
+        normed = numerics.rms_norm(hidden, norm, 1e-6)
+        q, k, v = numerics.linear(normed, qkv).split((896, 128, 128), dim=1)
+        mixed = numerics.causal_attention(
+            numerics.rotary(q.view(rows, 14, 64), positions, frequencies),
+            numerics.rotary(k.view(rows, 2, 64), positions, frequencies),
+            v.view(rows, 2, 64), starts=(0, 256, 512, 768), lengths=(256, 200, 256, 1), scale=0.125,
+        )  # fmt: skip
+        hidden = numerics.add(hidden, mixed.reshape(rows, 896))
+        gate, high = numerics.linear(numerics.rms_norm(hidden, norm, 1e-6), up).chunk(2, dim=1)
+        hidden = numerics.add(hidden, numerics.linear(numerics.silu_mul(gate, high), down))
+        scores, entropy = numerics.head_logprobs(hidden, table, ids, temperature=0.9)
+        loss = scores.sum() + 0.1 * entropy.sum()
+        return [scores.detach(), entropy.detach(), *torch.autograd.grad(loss, [*leaves, table])]
+
+    first = once()
+    noise, busy = torch.cuda.Stream(), random(4096, 4096)
+    outcomes = 0
+    for _ in range(50):
+        with torch.cuda.stream(noise):
+            for _ in range(4):
+                busy = (busy @ busy).mul_(1e-3)
+        outcomes += all(map(torch.equal, first, once()))
+    torch.cuda.synchronize()
+    assert outcomes == 50
+    assert all(value.float().abs().max() > 0 for value in first)
+
+
+def test_a_graph_replays_the_bits_of_the_launches_it_captured():
+    from engines import numerics
+    from engines.numerics import cuda
+
+    x, residual, norm = random(8, 896), random(8, 896, seed=1), random(896, seed=2)
+    weight = random(1152, 896, seed=3, scale=0.02)
+    pages = random(64, 2, 16, 128, seed=4)
+    table = torch.arange(64, dtype=torch.int32, device="cuda").view(8, 8)
+    starts = torch.arange(9, dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([1, 5, 16, 17, 64, 65, 100, 128], dtype=torch.int32, device="cuda")
+    positions = torch.arange(8, device="cuda")
+    frequencies = numerics.rotary_inv_freq(1e6, 64).to("cuda")
+    out = torch.zeros(8, 14, 64, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> torch.Tensor:
+        normed, _ = cuda.add_rms_norm(x, residual, norm, 1e-6)
+        q = numerics.linear(normed, weight)[:, :896].unflatten(1, (14, 64))
+        cuda.attend_pages(
+            numerics.rotary(q, positions, frequencies), pages[..., :64], pages[..., 64:], table,
+            query_starts=starts, lengths=lengths, max_query_length=1, scale=0.125, out=out,
+        )  # fmt: skip
+        return numerics.silu_mul(out.view(8, -1), normed)
+
+    with torch.no_grad():
+        eager = step().clone()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, eager)
+        x.add_(1.0)
+        graph.replay()
+        assert not torch.equal(captured, eager)
+        assert torch.equal(captured.clone(), step())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_a_digest_on_the_device_is_the_digest_on_the_host(dtype):
+    from engines.provenance.tensor_digest import digest_tensor, partial_of_tensor
+
+    values = torch.randn(300, 700, generator=torch.Generator().manual_seed(0)).mul(100).to(dtype)
+    moved = values.to("cuda")
+    assert digest_tensor("w", moved) == digest_tensor("w", values)
+    parts = [
+        partial_of_tensor(moved[:100], name="w", shape=(300, 700)),
+        partial_of_tensor(moved[100:, :300], name="w", shape=(300, 700), row_offset=100),
+        partial_of_tensor(
+            moved[100:, 300:], name="w", shape=(300, 700), row_offset=100, column_offset=300
+        ),
+    ]
+    assert parts[0].merge(parts[1]).merge(parts[2]).hexdigest() == digest_tensor("w", values)
+    flat = moved.view(-1)
+    assert digest_tensor("b", flat) == digest_tensor("b", values.view(-1))
+    moved[7, 7] += 1
+    assert digest_tensor("w", moved) != digest_tensor("w", values)
+    with pytest.raises(ValueError, match="outside"):
+        partial_of_tensor(moved, name="w", shape=(300, 700), row_offset=1)
+
+
+def test_row_square_sums_have_the_bits_of_the_host():
+    from engines import numerics
+
+    values = torch.randn(500, 896, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(
+        numerics.row_square_sums(values.to("cuda")).cpu(), numerics.row_square_sums(values)
+    )
