@@ -24,7 +24,9 @@ from tasks.session import LegSession, session
 from tasks.stage import stage
 
 CONTROL_SAMPLES_PER_PROMPT = 8
-"""Enough tokens that the largest difference of a trained model with short answers is no accident."""
+"""Enough tokens that the largest difference is no accident where answers are short."""
+_HEADLINE = ("logprobs", "exported weights", "preflight")
+"""Gate whose figure says most, first that was run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +157,16 @@ def _end(opened: LegSession, last_step: int) -> LegResult:
     )
     red = [record for name, record in opened.gates.items() if _required(opened, name, record)]
     verdict = worst([Verdict.ALIGNED, *(record.weight for record in red)])
-    reason = next((record.summary for record in red if record.weight == verdict), "")
+    reason = next(
+        (record.summary for record in red if record.weight == verdict),
+        next((opened.gates[name].summary for name in _HEADLINE if name in opened.gates), ""),
+    )
     rows = read_lock(opened.folder)
     has_ledger = (opened.folder / LEDGER_FILE).is_file()
     return LegResult(
         leg=opened.leg,
         verdict=verdict,
-        reason=reason or "; ".join(record.summary for record in opened.gates.values()),
+        reason=reason,
         chain_digest=read_ledger(opened.folder).chain if has_ledger else "",
         last_step=last_step,
         gates={name: record.to_dict() for name, record in opened.gates.items()},
