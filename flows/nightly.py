@@ -11,6 +11,7 @@ from prefect import flow
 from prefect.states import State
 
 from engines import runs
+from engines.checkpoint.retention import disk_need, require_disk
 from engines.faults import parse_flip
 from engines.provenance.verdict import Verdict
 from engines.seeds import derive_seed
@@ -41,6 +42,7 @@ def nightly(
     """
     spec = apply_overrides(load_recipe(recipe), overrides)
     flip = parse_flip(inject_flip) if inject_flip else None
+    require_disk(disk_need(spec, start_step=0, num_legs=2), runs_dir)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     leg_a = run_leg(spec, run, "a")
     leg_b = run_leg(shuffled(spec, "b"), run, "b", flip=flip)
