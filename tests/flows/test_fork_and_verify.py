@@ -231,7 +231,7 @@ def test_another_state_than_the_origin_names_is_not_taken(tmp_path: Path) -> Non
     fence = RunFolder.create(tmp_path / "fork", run_id="f").new_attempt()
     target = tmp_path / "fork" / "a" / "checkpoints" / "step-000002"
     other = ORIGIN.model_copy(update={"state_digest": "t"})
-    with pytest.raises(CheckpointError, match="state s, but the fork begins .* state t"):
+    with pytest.raises(CheckpointError, match=r"state s, but the fork begins .* state t"):
         adopt_checkpoint(source, target, origin=other, trajectory="fork", fence=fence)
     assert not target.exists()
     adopt_checkpoint(source, target, origin=ORIGIN, trajectory="fork", fence=fence)
