@@ -15,7 +15,6 @@ from prefect.states import Completed, State
 from engines import runs
 from engines.contracts import ArtifactRef
 from engines.provenance.ledger import LEDGER_FILE
-from engines.provenance.verdict import Verdict
 from engines.rollout_dump import RolloutDump, read_dumps
 from flows.conclusion import conclude
 from flows.legs import replay_leg, rollout_leg
@@ -88,7 +87,7 @@ def train_only(
     resolved = runs.read_spec(run.folder)
     same = dumps[0].trajectory == trajectory_fingerprint(resolved)
     comparison = None
-    if result.verdict is not Verdict.ENGINE_FAILURE and same and (source / LEDGER_FILE).is_file():
+    if result.chain_digest and same and (source / LEDGER_FILE).is_file():
         comparison = compare.compare_folders(source, run.folder / "a", ignoring=NOT_REPLAYED)
     steps = f"steps {dumps[0].drawn.step} to {dumps[-1].drawn.step} from {source}"
     return conclude(run, (result,), comparison, more={"about": steps})

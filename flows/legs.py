@@ -13,13 +13,21 @@ from engines.contracts import ArtifactRef, Flip
 from engines.plan import segment_stops
 from engines.provenance.verdict import Verdict
 from engines.rollout_dump import RolloutDump
-from model_specs.errors import DivergedError, EngineError
+from model_specs.errors import DivergedError, EngineError, LockstepError, UnsupportedError
 from model_specs.run_spec import GatePlan, RunSpec
 from tasks import checkpoint, convert, download, export, gates, replay, tracking, train
 from tasks.compare import LegResult
 from tasks.session import leg_session
 
 logger = logging.getLogger("lockstep")
+
+_VERDICTS: dict[type[LockstepError], Verdict] = {
+    EngineError: Verdict.ENGINE_FAILURE,
+    DivergedError: Verdict.DIVERGED,
+    UnsupportedError: Verdict.UNSUPPORTED,
+}
+VERDICT_ERRORS = tuple(_VERDICTS)
+"""Errors that are the verdict of a leg."""
 
 
 def run_leg(
@@ -30,19 +38,18 @@ def run_leg(
     resume_step: int = 0,
     flip: Flip | None = None,
 ) -> LegResult:
-    """Run one leg to its gates; an engine failure is a verdict, so that the run can report it."""
+    """Run one leg to its gates; an error that is a verdict is returned as one, to be reported."""
     try:
         return _run_leg(spec, run, leg, resume_step=resume_step, flip=flip)
-    except (EngineError, DivergedError) as error:
+    except VERDICT_ERRORS as error:
         return _failed(leg, error, last_step=resume_step)
 
 
-def _failed(leg: str, error: EngineError | DivergedError, *, last_step: int) -> LegResult:
+def _failed(leg: str, error: LockstepError, *, last_step: int) -> LegResult:
     logger.error("%s %s", leg, error)
-    diverged = isinstance(error, DivergedError)
     return LegResult(
         leg=leg,
-        verdict=Verdict.DIVERGED if diverged else Verdict.ENGINE_FAILURE,
+        verdict=next(v for kind, v in _VERDICTS.items() if isinstance(error, kind)),
         reason=str(error),
         chain_digest="",
         last_step=last_step,
@@ -118,7 +125,7 @@ def segment_leg(
                 name, start or weights, start_step=start_step, to_step=to_step
             )
             return gates.judge(name, last_step=segment.end_step)
-    except (EngineError, DivergedError) as error:
+    except VERDICT_ERRORS as error:
         return _failed("a", error, last_step=start_step)
 
 
@@ -146,5 +153,5 @@ def replay_leg(
             replay.start_trainer(name, weights)
             segment = replay.train_dumps(name, start or weights, dumps)
             return gates.judge(name, last_step=segment.end_step)
-    except (EngineError, DivergedError) as error:
+    except VERDICT_ERRORS as error:
         return _failed("a", error, last_step=dumps[0].drawn.step - 1)

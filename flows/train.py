@@ -59,13 +59,27 @@ def resume(
         leg: Leg to go on with.
         runs_dir: Folder that holds run folders.
     """
+    folder, spec, start = resumption(run, step, overrides, leg=leg, runs_dir=runs_dir)
+    opened = runs.reopen(folder)
+    runs.write_spec(folder, spec)
+    return conclude(opened, (run_leg(spec, opened, leg, resume_step=start),))
+
+
+def resumption(
+    run: str, step: int | None, overrides: tuple[str, ...], *, leg: str, runs_dir: str
+) -> tuple[Path, RunSpec, int]:
+    """Find what to go on with, and change nothing: the run folder, the new spec, the start.
+
+    Raises:
+        SpecError: There is no such run, an override changes the trajectory, or the checkpoints
+            would not fit on the disk.
+        CheckpointError: The leg has no committed checkpoint, or none of this step.
+    """
     folder = runs.open_run(run, Path(runs_dir))
     spec = resumable(runs.read_spec(folder), overrides)
     start, _ = runs.checkpoint_at(folder / leg, step)
     require_disk(disk_need(spec, start_step=start), folder)
-    opened = runs.reopen(folder)
-    runs.write_spec(folder, spec)
-    return conclude(opened, (run_leg(spec, opened, leg, resume_step=start),))
+    return folder, spec, start
 
 
 def resumable(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:

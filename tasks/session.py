@@ -52,6 +52,8 @@ class LegSession:
     """Name of an evaluation set -> its prompts."""
     start_from: int = 0
     """Step of the checkpoint that this attempt goes on from; it is never deleted."""
+    stage_reused: bool = False
+    """Set by a stage that found its output in the leg's folder; its lock row says so."""
     environment: str = ""
     """Fingerprint of the engines' environment; empty before they have started."""
     gates: dict[str, Any] = field(default_factory=dict)
@@ -195,6 +197,7 @@ def leg_session(
             processes=identities([*rollout_hosts, *trainer_hosts]),
             flip=flip,
         )
+        guard.look()
         _OPEN[name] = session
         try:
             yield session
