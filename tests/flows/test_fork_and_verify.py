@@ -10,15 +10,23 @@ import pytest
 from engines import runs
 from engines.checkpoint.adoption import adopt_checkpoint
 from engines.checkpoint.dcp import CheckpointMeta, read_meta
+from engines.contracts import StepRecord
 from engines.plan import segment_bounds
 from engines.provenance.diff import compare_ledgers
+from engines.provenance.digest import digest_floats
 from engines.provenance.fence import RunFolder
-from engines.provenance.ledger import LedgerLine, read_ledger, verify_ledger
+from engines.provenance.ledger import (
+    LedgerHeader,
+    LedgerLine,
+    LedgerWriter,
+    read_ledger,
+    verify_ledger,
+)
 from engines.provenance.side_files import read_digests
 from engines.provenance.verdict import Verdict
 from flows.fork import forked
 from flows.verify import segment_cost
-from model_specs.errors import CheckpointError, SpecError
+from model_specs.errors import CheckpointError, EngineError, SpecError
 from model_specs.fingerprint import spec_differences, trajectory_fingerprint
 from model_specs.overrides import apply_overrides
 from model_specs.run_spec import ForkOrigin, PlanSpec, RunSpec
@@ -261,3 +269,41 @@ def test_the_shares_of_all_segments_make_the_run(parent: Path) -> None:
     assert sum(seconds for seconds, _ in parts) == pytest.approx(
         sum(line.metrics.get("perf/step_s", 0.0) for line in ledger.lines)
     )
+
+
+def begun_at(folder: Path, start_step: int, *, changed_step: int | None = None) -> Path:
+    """A ledger of a few steps whose weights are the step's number, or another where changed."""
+    header = LedgerHeader(
+        trajectory="t", plan="p", run_id="r", leg=folder.name, start_step=start_step
+    )
+    ledger = LedgerWriter(folder, header=header)
+    for step in range(start_step, 5):
+        value = -step if step == changed_step else step
+        digests = {"weights": {"w": digest_floats("w", [float(value)])}}
+        update = -1 if step == start_step else 0
+        ledger.append(StepRecord(step=step, update=update, digests=digests))
+    return folder
+
+
+def test_a_ledger_begins_with_the_step_of_its_header_and_no_other(tmp_path: Path) -> None:
+    assert verify_ledger(begun_at(tmp_path / "a", 2)).lines[0].key == (2, -1)
+    header = LedgerHeader(trajectory="t", plan="p", run_id="r", leg="b", start_step=2)
+    digests = {"weights": {"w": digest_floats("w", [0.0])}}
+    for step in (0, 1, 3):
+        with pytest.raises(EngineError, match=r"allowed is \(2, -1\)"):
+            LedgerWriter(tmp_path / "b", header=header).append(
+                StepRecord(step=step, update=-1, digests=digests)
+            )
+
+
+def test_ledgers_that_begin_at_other_steps_are_compared_where_both_are(tmp_path: Path) -> None:
+    whole = begun_at(tmp_path / "whole", 0)
+    later = begun_at(tmp_path / "later", 2)
+    found = compare_ledgers(whole, later)
+    assert (found.verdict, found.common_steps) == (Verdict.IDENTICAL, 2)
+    wrong = compare_ledgers(later, begun_at(tmp_path / "wrong", 0, changed_step=4))
+    assert wrong.verdict is Verdict.DIVERGED
+    assert wrong.first is not None
+    assert (wrong.first.step, wrong.first.probe, wrong.first.name) == (4, "weights", "w")
+    nothing = compare_ledgers(whole, begun_at(tmp_path / "nothing", 4))
+    assert nothing.verdict is Verdict.VACUOUS
