@@ -1,4 +1,4 @@
-"""The verdict as a Prefect artifact: a short Markdown page and the stage table."""
+"""The verdict for people: Prefect artifacts, and report.md and report.html in the run folder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from prefect.context import FlowRunContext
 
 from engines.runs import legs, read_json
 from tasks.compare import Outcome
+from tasks.html_report import render
 
 
 def publish(folder: Path, outcome: Outcome) -> None:
-    """Attach `verdict` and `stages` to the current flow run, and write report.md into the run."""
+    """Attach `verdict` and `stages` to the current flow run, and write both pages into the run."""
     text = markdown(outcome.details)
     (folder / "report.md").write_text(text, encoding="utf-8")
+    (folder / "report.html").write_text(render(folder, outcome.details), encoding="utf-8")
     if FlowRunContext.get() is None:
         return
     create_markdown_artifact(key="verdict", markdown=text, description=outcome.headline)
