@@ -14,6 +14,9 @@ from pydantic import Field, model_validator
 from model_specs.base import Execution, Frozen
 from model_specs.json_text import JsonObject, parsed
 
+DATA_SUFFIXES: Final = (".jsonl", ".parquet")
+"""Kinds of data files, by the end of their names."""
+
 RESERVED_TEMPLATE_ARGS: Final = frozenset(
     {"messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
     | {"continue_final_message", "conversation", "return_dict", "return_tensors", "strftime_now"}

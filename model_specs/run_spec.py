@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from model_specs.base import Execution, Frozen
 from model_specs.data_spec import DataSpec as DataSpec
-from model_specs.data_spec import without_rows_in_source
+from model_specs.data_spec import DATA_SUFFIXES, without_rows_in_source
 from model_specs.errors import SpecError
 from model_specs.json_text import JsonObject
 from model_specs.model_spec import AnyModelSpec
@@ -425,11 +425,8 @@ class RunSpec(Frozen):
         for chosen in self.plan.evals:
             chosen.data_of(self.data)
             source = self.data.source if chosen.source is None else chosen.source
-            if (
-                source == self.data.source
-                and chosen.rows is None
-                and "." in source.rpartition("/")[2]
-            ):
+            is_same_file = source == self.data.source and source.endswith(DATA_SUFFIXES)
+            if is_same_file and chosen.rows is None:
                 raise SpecError(
                     f"plan.evals: {chosen.name} would be evaluated on the training file itself, "
                     f"data.source={source}; name another by source, or its rows by rows"

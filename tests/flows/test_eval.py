@@ -195,6 +195,11 @@ def test_two_sets_of_one_name_and_the_training_file_itself_are_refused(
     file.write_text("{}\n")
     with pytest.raises(SpecError, match="training file itself"):
         apply_overrides(spec, (f"data.source={file}", EVALS))
+    held_out = EVALS.replace('"split": "test"', '"rows": "-10:"')
+    assert apply_overrides(spec, (f"data.source={file}", held_out)).plan.evals[0].rows == "-10:"
+    folder = tmp_path / "v1.2"
+    folder.mkdir()
+    assert len(apply_overrides(spec, (f"data.source={folder}", EVALS)).plan.evals) == 2
 
 
 def test_greedy_is_only_for_evaluations(spec: RunSpec) -> None:
