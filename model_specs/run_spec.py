@@ -12,8 +12,8 @@ from typing import Any, Final, Literal
 from pydantic import Field, model_validator
 
 from model_specs.base import Execution, Frozen
-from model_specs.data_spec import DataSpec as DataSpec
 from model_specs.data_spec import DATA_SUFFIXES, without_rows_in_source
+from model_specs.data_spec import DataSpec as DataSpec
 from model_specs.errors import SpecError
 from model_specs.json_text import JsonObject
 from model_specs.model_spec import AnyModelSpec
