@@ -34,7 +34,7 @@ class ArtifactRef:
     """A file or folder by place, kind and content."""
 
     uri: str
-    kind: Literal["model", "data", "dcp", "checkpoint", "export", "ledger", "report"]
+    kind: Literal["model", "data", "evals", "dcp", "checkpoint", "export", "ledger", "report"]
     digest: str
 
 

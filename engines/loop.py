@@ -67,21 +67,42 @@ class TensorKeeper:
         return f"{self.folder}/step-{step:06d}-{update}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnStep:
+    """One rollout with its rewards and advantages: all that the updates of its step need."""
+
+    step: int
+    prompts: tuple[Prompt, ...]
+    samples: tuple[Sample, ...]
+    rewards: tuple[float, ...]
+    """One a sample, float32 values."""
+    advantages: tuple[float, ...]
+    """One a sample, float32 values."""
+    groups_with_variance: int
+
+
 def initial_push(
     trainer: Trainer,
-    rollout: RolloutEngine,
+    rollout: RolloutEngine | None,
     *,
-    keeper: TensorKeeper | None = None,
+    step: int = 0,
+    state_digest: str | None = None,
 ) -> StepOutcome:
-    """Line 0 of a ledger: the initial weights and the first push."""
-    weights = trainer.weight_digests()
-    sent, received, violations = push(trainer, rollout, version=0, flip=None, keep=None)
+    """First line of a ledger: the weights that a leg begins with and their first push.
+
+    Args:
+        trainer: Holds the weights of `step`.
+        rollout: None where nothing is drawn.
+        step: 0, or the step of the checkpoint that a leg of its own begins with.
+        state_digest: Of weights, optimizer state and progress; recorded under `optimizer`.
+    """
+    digests: dict[str, Mapping[str, str]] = {"weights": trainer.weight_digests()}
+    if state_digest is not None:
+        digests["optimizer"] = {"state": state_digest}
+    pushed, violations = _pushed(trainer, rollout, version=step, flip=None, keep=None)
     return StepOutcome(
         record=StepRecord(
-            step=0,
-            update=-1,
-            digests={"weights": weights, "sent": sent, "received": received},
-            violations=violations,
+            step=step, update=-1, digests={**digests, **pushed}, violations=violations
         )
     )
 
@@ -97,37 +118,42 @@ def steps(
     commit: Commit,
     keeper: TensorKeeper | None = None,
     flip: Flip | None = None,
+    on_drawn: Callable[[DrawnStep], None] | None = None,
 ) -> Iterator[StepOutcome]:
     """Run steps `start + 1` to `stop`; yields one outcome an update.
 
     The engines must hold the weights of step `start`. `flip`, where given, flips one bit of one
-    live value at its step.
+    live value at its step. `on_drawn` is given each step's rollout before it is trained on.
     """
     for step in range(start + 1, stop + 1):
-        yield from _step(
+        clock = _Clock()
+        flipped = flip if flip is not None and flip.step == step else None
+        drawn = draw_step(rollout, spec, prompts, step=step, flip=flipped, clock=clock)
+        if on_drawn is not None:
+            on_drawn(drawn)
+        yield from train_step(
             trainer,
             rollout,
             spec,
-            prompts,
-            step=step,
+            drawn,
             commit=commit,
             keeper=keeper,
-            flip=flip if flip is not None and flip.step == step else None,
+            flip=flipped,
+            clock=clock,
         )
 
 
-def _step(
-    trainer: Trainer,
+def draw_step(
     rollout: RolloutEngine,
     spec: RunSpec,
     prompts: PromptSet,
     *,
     step: int,
-    commit: Commit,
-    keeper: TensorKeeper | None,
-    flip: Flip | None,
-) -> Iterator[StepOutcome]:
-    clock = _Clock()
+    flip: Flip | None = None,
+    clock: _Clock | None = None,
+) -> DrawnStep:
+    """Draw and reward the samples of a step at the weights that the engine holds."""
+    clock = clock or _Clock()
     chosen = [prompts.prompts[i] for i in prompt_order(len(prompts.prompts), spec, step)]
     requests = sample_requests(chosen, spec, step)
     samples = _flip_samples(tuple(rollout.generate(requests)), flip)
@@ -137,16 +163,43 @@ def _step(
     rewards = _flip_values(scored, samples, flip, "rewards")
     advantages = _advantages(rewards, spec, step)
     advantage_values = _flip_values(advantages.values, samples, flip, "advantages")
-    train_samples = _train_samples(samples, advantage_values, spec)
     clock.lap("perf/reward_s")
+    return DrawnStep(
+        step=step,
+        prompts=tuple(chosen),
+        samples=samples,
+        rewards=tuple(rewards),
+        advantages=advantage_values,
+        groups_with_variance=advantages.groups_with_variance,
+    )
 
+
+def train_step(
+    trainer: Trainer,
+    rollout: RolloutEngine | None,
+    spec: RunSpec,
+    drawn: DrawnStep,
+    *,
+    commit: Commit,
+    keeper: TensorKeeper | None = None,
+    flip: Flip | None = None,
+    clock: _Clock | None = None,
+) -> Iterator[StepOutcome]:
+    """Score a rollout, judge it at the gate and run its updates; yields one outcome an update.
+
+    Without a rollout engine the weights are sent to nobody: there is no digest of what was
+    received.
+    """
+    clock = clock or _Clock()
+    step, samples = drawn.step, drawn.samples
+    train_samples = _train_samples(samples, drawn.advantages, spec)
     commit(step, "train_logprobs", trainer.score(train_samples, flip=flip))
     scores = trainer.scores()
     clock.lap("perf/score_s")
     gate = compare_logprobs(step, samples, scores)
-    values = _sample_values(chosen, samples, rewards, advantage_values, scores)
-    rows = _table(step, chosen, samples, rewards, advantage_values, gate)
-    metrics = _step_metrics(samples, rewards, advantages, gate, spec)
+    values = _sample_values(drawn, scores)
+    rows = _table(drawn, gate)
+    metrics = {**rollout_metrics(drawn, spec), **_gate_metrics(gate)}
     clock.lap("perf/gate_s")
 
     first_digests = _sample_digests(values)
@@ -160,8 +213,8 @@ def _step(
         digests = {**(first_digests if update == 0 else {}), **record.digests}
         violations = gate.violations() if update == 0 else ()
         if update == num_updates - 1:
-            sent, received, unequal = push(trainer, rollout, version=step, flip=flip, keep=keep)
-            digests |= {"sent": sent, "received": received}
+            pushed, unequal = _pushed(trainer, rollout, version=step, flip=flip, keep=keep)
+            digests |= pushed
             violations += unequal
             clock.lap("perf/push_s")
         yield StepOutcome(
@@ -175,7 +228,7 @@ def _step(
             ),
             values=values if update == 0 else {},
             gate=gate if update == 0 else None,
-            groups_with_variance=advantages.groups_with_variance if update == 0 else 0,
+            groups_with_variance=drawn.groups_with_variance if update == 0 else 0,
             changed_weights=record.changed_weights,
         )
 
@@ -217,6 +270,22 @@ def push(
         for name in unequal
     )
     return sent, received, violations
+
+
+def _pushed(
+    trainer: Trainer,
+    rollout: RolloutEngine | None,
+    *,
+    version: int,
+    flip: Flip | None,
+    keep: str | None,
+) -> tuple[dict[str, Mapping[str, str]], tuple[str, ...]]:
+    """Probe -> name -> digest of a push, and where sent and received are not equal."""
+    if rollout is None:
+        _, sent = trainer.send(version=version, flip=flip, keep_to=keep)
+        return {"sent": sent}, ()
+    sent, received, unequal = push(trainer, rollout, version=version, flip=flip, keep=keep)
+    return {"sent": sent, "received": received}, unequal
 
 
 def _advantages(rewards: Sequence[float], spec: RunSpec, step: int) -> Advantages:
@@ -285,20 +354,17 @@ def _check_element(flip: Flip, length: int) -> None:
 
 
 def _sample_values(
-    prompts: Sequence[Prompt],
-    samples: Sequence[Sample],
-    rewards: Sequence[float],
-    advantages: Sequence[float],
-    scores: Mapping[str, Sequence[float]],
+    drawn: DrawnStep, scores: Mapping[str, Sequence[float]]
 ) -> dict[str, dict[str, list[Any]]]:
     """Probe -> name -> values, in the shape that the ledger's side file keeps."""
+    samples = drawn.samples
     ids = [sample.request_id for sample in samples]
     return {
-        "prompts": {prompt.prompt_id: list(prompt.token_ids) for prompt in prompts},
+        "prompts": {prompt.prompt_id: list(prompt.token_ids) for prompt in drawn.prompts},
         "tokens": {sample.request_id: list(sample.token_ids) for sample in samples},
         "rollout_logprobs": {sample.request_id: list(sample.logprobs) for sample in samples},
-        "rewards": {name: [value] for name, value in zip(ids, rewards, strict=True)},
-        "advantages": {name: [value] for name, value in zip(ids, advantages, strict=True)},
+        "rewards": {name: [value] for name, value in zip(ids, drawn.rewards, strict=True)},
+        "advantages": {name: [value] for name, value in zip(ids, drawn.advantages, strict=True)},
         "train_logprobs": {name: list(scores[name]) for name in ids if name in scores},
     }
 
@@ -315,18 +381,11 @@ def _sample_digests(values: Values) -> dict[str, dict[str, str]]:
     }
 
 
-def _table(
-    step: int,
-    prompts: Sequence[Prompt],
-    samples: Sequence[Sample],
-    rewards: Sequence[float],
-    advantages: Sequence[float],
-    gate: StepGate,
-) -> tuple[Mapping[str, Any], ...]:
-    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+def _table(drawn: DrawnStep, gate: StepGate) -> tuple[Mapping[str, Any], ...]:
+    by_id = {prompt.prompt_id: prompt for prompt in drawn.prompts}
     return tuple(
         {
-            "step": step,
+            "step": drawn.step,
             "request_id": sample.request_id,
             "prompt_id": sample.prompt_id,
             "prompt": by_id[sample.prompt_id].text,
@@ -338,17 +397,15 @@ def _table(
             "finish_reason": sample.finish_reason,
             "worst_logprob_diff": gate.worst_by_request.get(sample.request_id, math.nan),
         }
-        for sample, reward, advantage in zip(samples, rewards, advantages, strict=True)
+        for sample, reward, advantage in zip(
+            drawn.samples, drawn.rewards, drawn.advantages, strict=True
+        )
     )
 
 
-def _step_metrics(
-    samples: Sequence[Sample],
-    rewards: Sequence[float],
-    advantages: Advantages,
-    gate: StepGate,
-    spec: RunSpec,
-) -> dict[str, float]:
+def rollout_metrics(drawn: DrawnStep, spec: RunSpec) -> dict[str, float]:
+    """Metric name -> value of what was drawn and rewarded: `reward/*` and `rollout/*`."""
+    rewards, samples = drawn.rewards, drawn.samples
     mean = math.fsum(rewards) / len(rewards)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)
     lengths = [len(sample.token_ids) for sample in samples]
@@ -357,10 +414,15 @@ def _step_metrics(
     return {
         "reward/mean": mean,
         "reward/std": math.sqrt(variance),
-        "reward/zero_std_groups": float(num_groups - advantages.groups_with_variance),
+        "reward/zero_std_groups": float(num_groups - drawn.groups_with_variance),
         "rollout/response_length/mean": sum(lengths) / len(lengths),
         "rollout/response_length/max": float(max(lengths)),
         "rollout/truncated_ratio": truncated / len(samples),
+    }
+
+
+def _gate_metrics(gate: StepGate) -> dict[str, float]:
+    return {
         "gate/logprob_abs_diff/max": gate.max_abs_diff,
         "gate/logprob_abs_diff/mean": gate.mean_abs_diff,
         "gate/logprob_abs_diff/p999": gate.p999_abs_diff,

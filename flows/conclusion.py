@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from prefect.states import Completed, Failed, State
 
@@ -13,15 +14,20 @@ from tasks.report import publish
 
 
 def conclude(
-    run: Run, legs: Sequence[compare.LegResult], comparison: Comparison | None = None
+    run: Run,
+    legs: Sequence[compare.LegResult],
+    comparison: Comparison | None = None,
+    *,
+    more: Mapping[str, Any] | None = None,
 ) -> State:
     """Put the outcome together, show it everywhere, and return it as the flow's final state.
 
-    The state's type is COMPLETED only for Identical and Aligned.
+    The state's type is COMPLETED only for Identical and Aligned. `more` stands beside the figures
+    in verdict.json, and its `about` in front of the headline.
     """
     tracked = tracking.sync_quietly(run.folder)
     command = tracked.ui_command if tracked else None
-    outcome = compare.conclude(run, legs, comparison, mlflow_command=command)
+    outcome = compare.conclude(run, legs, comparison, mlflow_command=command, more=more)
     publish(run.folder, outcome)
     tracking.sync_quietly(run.folder)
     make = Completed if outcome.verdict.is_green else Failed

@@ -11,6 +11,7 @@ from prefect import flow
 from prefect.states import State
 
 from engines import runs
+from engines.checkpoint.retention import disk_need, require_disk
 from engines.faults import parse_flip
 from engines.seeds import derive_seed
 from flows.conclusion import conclude
@@ -40,6 +41,7 @@ def nightly(
     """
     spec = apply_overrides(load_recipe(recipe), overrides)
     flip = parse_flip(inject_flip) if inject_flip else None
+    require_disk(disk_need(spec, start_step=0, num_legs=2), runs_dir)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     leg_a = run_leg(spec, run, "a")
     # Resolved by leg a: a branch on a hub that moves meanwhile must not reach leg b.
