@@ -16,37 +16,37 @@ from engines.provenance.verdict import Verdict
 from engines.seeds import derive_seed
 from flows.conclusion import conclude
 from flows.legs import run_leg
+from flows.run_request import NightlyRequest, run_name
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
 from tasks import compare
 
 
-@flow(name="nightly", flow_run_name="nightly-{recipe}")
-def nightly(
-    recipe: str = "tiny_cpu",
-    overrides: tuple[str, ...] = (),
-    inject_flip: str | None = None,
-    runs_dir: str = "runs",
-    run_id: str | None = None,
-) -> State:
+@flow(name="nightly", flow_run_name=run_name)
+def nightly(request: NightlyRequest, runs_dir: str = "runs", run_id: str | None = None) -> State:
     """Run legs a and b from nothing, compare them, and end in a state named by the verdict.
 
     Args:
-        recipe: Name of a shipped recipe.
-        overrides: Changes of spec fields, each `key=value`.
-        inject_flip: Flip one bit of a live value in leg b, for example `step=3,probe=grads`.
+        request: Recipe, overrides, and a bit to be flipped in leg b.
         runs_dir: Folder that holds run folders.
         run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
     """
-    spec = apply_overrides(load_recipe(recipe), overrides)
-    flip = parse_flip(inject_flip) if inject_flip else None
+    spec = apply_overrides(load_recipe(request.source), request.assignments)
+    flip = parse_flip(request.inject_flip.as_text()) if request.inject_flip else None
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     leg_a = run_leg(spec, run, "a")
-    leg_b = run_leg(shuffled(spec, "b"), run, "b", flip=flip)
+    leg_b = run_leg(shuffled(with_filter_of(run, spec), "b"), run, "b", flip=flip)
     if Verdict.ENGINE_FAILURE in (leg_a.verdict, leg_b.verdict):
         return conclude(run, (leg_a, leg_b))  # A leg that was cut short may have no ledger.
     return conclude(run, (leg_a, leg_b), compare.compare_legs(run.folder, "a", "b"))
+
+
+def with_filter_of(run: runs.Run, spec: RunSpec) -> RunSpec:
+    """The spec with the prompts that leg a kept, which leg b must find again by drawing itself."""
+    if spec.filter is None:
+        return spec
+    return spec.model_copy(update={"filter": runs.read_spec(run.folder / "a").filter})
 
 
 def shuffled(spec: RunSpec, leg: str) -> RunSpec:
@@ -58,4 +58,4 @@ def shuffled(spec: RunSpec, leg: str) -> RunSpec:
 
 
 if __name__ == "__main__":
-    nightly()
+    nightly(NightlyRequest(recipe="tiny_cpu"))

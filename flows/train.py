@@ -13,6 +13,7 @@ from prefect.states import State
 from engines import runs
 from flows.conclusion import conclude
 from flows.legs import run_leg
+from flows.run_request import TrainRequest, run_name
 from model_specs.errors import CheckpointError, SpecError
 from model_specs.fingerprint import spec_differences
 from model_specs.overrides import apply_overrides
@@ -20,22 +21,19 @@ from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
 
 
-@flow(name="train", flow_run_name="train-{recipe}")
-def train(
-    recipe: str = "tiny_cpu",
-    overrides: tuple[str, ...] = (),
-    runs_dir: str = "runs",
-    run_id: str | None = None,
-) -> State:
-    """Run one leg; green is `Aligned`.
+@flow(name="train", flow_run_name=run_name)
+def train(request: TrainRequest, runs_dir: str = "runs", run_id: str | None = None) -> State:
+    """Run one leg, or go on with a run; green is `Aligned`.
 
     Args:
-        recipe: Name of a shipped recipe.
-        overrides: Changes of spec fields, each `key=value`.
+        request: Recipe or run, and overrides.
         runs_dir: Folder that holds run folders.
         run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
     """
-    spec = apply_overrides(load_recipe(recipe), overrides)
+    if request.resume:
+        name, step = request.resumed
+        return go_on(name, step, overrides=request.assignments, leg="a", runs_dir=Path(runs_dir))
+    spec = apply_overrides(load_recipe(request.source), request.assignments)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     return conclude(run, (run_leg(spec, run, "a"),))
 
@@ -57,7 +55,14 @@ def resume(
         leg: Leg to go on with.
         runs_dir: Folder that holds run folders.
     """
-    folder = runs.open_run(run, Path(runs_dir))
+    return go_on(run, step, overrides=overrides, leg=leg, runs_dir=Path(runs_dir))
+
+
+def go_on(
+    run: str, step: int | None, *, overrides: tuple[str, ...], leg: str, runs_dir: Path
+) -> State:
+    """Go on from a committed checkpoint; see `resume`."""
+    folder = runs.open_run(run, runs_dir)
     spec = resumable(runs.read_spec(folder), overrides)
     found = runs.checkpoints(folder / leg)
     if not found:
@@ -83,4 +88,4 @@ def resumable(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
 
 
 if __name__ == "__main__":
-    train()
+    train(TrainRequest(recipe="tiny_cpu"))

@@ -6,21 +6,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_table_artifact,
+)
 from prefect.context import FlowRunContext
 
 from engines.runs import legs, read_json
 from tasks.compare import Outcome
 
 
-def publish(folder: Path, outcome: Outcome) -> None:
-    """Attach `verdict` and `stages` to the current flow run, and write report.md into the run."""
+def publish(folder: Path, outcome: Outcome, *, mlflow_page: str | None = None) -> None:
+    """Attach `verdict`, `stages` and `mlflow` to the current flow run, and write report.md.
+
+    Args:
+        folder: The run folder.
+        outcome: How the run ended.
+        mlflow_page: Address of the run in MLflow; None where its store is a file, and then the
+            command that shows it is attached.
+    """
     text = markdown(outcome.details)
     (folder / "report.md").write_text(text, encoding="utf-8")
     if FlowRunContext.get() is None:
         return
     create_markdown_artifact(key="verdict", markdown=text, description=outcome.headline)
     create_table_artifact(key="stages", table=stage_rows(folder), description="Stages of all legs")
+    command = outcome.details.get("mlflow_command")
+    if mlflow_page:
+        create_link_artifact(key="mlflow", link=mlflow_page, link_text=folder.name)
+    elif command:
+        create_markdown_artifact(key="mlflow", markdown=f"```\n{command}\n```\n")
 
 
 def markdown(details: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from engines.provenance.fence import write_durably
 from engines.provenance.ledger import LedgerHeader, LedgerLine, LedgerWriter
 from model_specs.errors import CheckpointError
 from model_specs.fingerprint import plan_fingerprint, trajectory_fingerprint
+from tasks.progress import show_progress
 from tasks.session import LegSession, session
 from tasks.stage import stage
 
@@ -171,6 +172,7 @@ def _append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> N
     )
     if record.update == 0:
         logger.info("%s", progress_line(opened, outcome, line))
+        show_progress(opened, step=record.step)
 
 
 def _note_violations(opened: LegSession, violations: tuple[str, ...]) -> None:
