@@ -31,6 +31,8 @@ from engines.contracts import (
 from engines.data import prompt_order
 from engines.faults import choose_name, flip_float32, flip_int
 from engines.gates.logprobs import StepGate, compare_logprobs
+from engines.gates.mismatch import mismatch_metrics
+from engines.group_selection import Selection, select_groups
 from engines.provenance.digest import digest_floats, digest_tokens
 from engines.rewards import metadata_of, score_samples
 from engines.seeds import derive_seed
@@ -130,12 +132,15 @@ def _step(
     clock = _Clock()
     chosen = [prompts.prompts[i] for i in prompt_order(len(prompts.prompts), spec, step)]
     requests = sample_requests(chosen, spec, step)
-    samples = _flip_samples(tuple(rollout.generate(requests)), flip)
+    drawn = _flip_samples(tuple(rollout.generate(requests)), flip)
     clock.lap("perf/generate_s")
     labels = {prompt.prompt_id: prompt.label for prompt in chosen}
-    scored = score_samples(samples, labels, spec.reward, metadata=metadata_of(chosen))
-    rewards = _flip_values(scored, samples, flip, "rewards")
-    advantages = _advantages(rewards, spec, step)
+    scored = score_samples(drawn, labels, spec.reward, metadata=metadata_of(chosen))
+    rewards = _flip_values(scored, drawn, flip, "rewards")
+    selection = select_groups(_groups(rewards, spec), wanted=spec.data.prompts_per_step)
+    kept = selection.samples(spec.sampling.samples_per_prompt)
+    samples = tuple(drawn[index] for index in kept)
+    advantages = _advantages([rewards[index] for index in kept], spec, step)
     advantage_values = _flip_values(advantages.values, samples, flip, "advantages")
     train_samples = _train_samples(samples, advantage_values, spec)
     clock.lap("perf/reward_s")
@@ -144,9 +149,15 @@ def _step(
     scores = trainer.scores()
     clock.lap("perf/score_s")
     gate = compare_logprobs(step, samples, scores)
-    values = _sample_values(chosen, samples, rewards, advantage_values, scores)
-    rows = _table(step, chosen, samples, rewards, advantage_values, gate)
-    metrics = _step_metrics(samples, rewards, advantages, gate, spec)
+    by_id = dict(zip((s.request_id for s in samples), advantage_values, strict=True))
+    values = _sample_values(chosen, drawn, rewards, by_id, scores)
+    rows = _table(step, chosen, drawn, rewards, by_id, gate)
+    metrics = {
+        **_step_metrics(drawn, rewards, selection, gate),
+        **mismatch_metrics(samples, scores, tis_clip=spec.loss.tis_clip),
+        **(selection.metrics() if spec.sampling.oversample > 1 else {}),
+    }
+    train_samples = _with_behaviour(train_samples, samples, spec)
     clock.lap("perf/gate_s")
 
     first_digests = _sample_digests(values)
@@ -158,7 +169,8 @@ def _step(
         record = trainer.update(batch, step=step, update=update, flip=flip, keep_to=keep)
         clock.lap("perf/update_s")
         digests = {**(first_digests if update == 0 else {}), **record.digests}
-        violations = gate.violations() if update == 0 else ()
+        on_report = spec.plan.gates.logprobs == "report"
+        violations = gate.violations(on_report=on_report) if update == 0 else ()
         if update == num_updates - 1:
             sent, received, unequal = push(trainer, rollout, version=step, flip=flip, keep=keep)
             digests |= {"sent": sent, "received": received}
@@ -219,11 +231,17 @@ def push(
     return sent, received, violations
 
 
+def _groups(rewards: Sequence[float], spec: RunSpec) -> list[Sequence[float]]:
+    """Rewards prompt by prompt."""
+    size = spec.sampling.samples_per_prompt
+    return [rewards[first : first + size] for first in range(0, len(rewards), size)]
+
+
 def _advantages(rewards: Sequence[float], spec: RunSpec, step: int) -> Advantages:
-    group = spec.sampling.samples_per_prompt
-    groups = [rewards[i : i + group] for i in range(0, len(rewards), group)]
     return group_advantages(
-        groups, spec.loss, seed=derive_seed(spec.seeds.root, "advantage_transform", step)
+        _groups(rewards, spec),
+        spec.loss,
+        seed=derive_seed(spec.seeds.root, "advantage_transform", step),
     )
 
 
@@ -239,6 +257,18 @@ def _train_samples(
             masked=spec.loss.mask_truncated and sample.finish_reason == "length",
         )
         for sample, advantage in zip(samples, advantages, strict=True)
+    )
+
+
+def _with_behaviour(
+    train_samples: Sequence[TrainSample], samples: Sequence[Sample], spec: RunSpec
+) -> tuple[TrainSample, ...]:
+    """After the blind score: give the rollout's log-probs to a loss that corrects by them."""
+    if spec.loss.tis_clip is None:
+        return tuple(train_samples)
+    return tuple(
+        replace(train_sample, rollout_logprobs=sample.logprobs)
+        for train_sample, sample in zip(train_samples, samples, strict=True)
     )
 
 
@@ -288,17 +318,21 @@ def _sample_values(
     prompts: Sequence[Prompt],
     samples: Sequence[Sample],
     rewards: Sequence[float],
-    advantages: Sequence[float],
+    advantages: Mapping[str, float],
     scores: Mapping[str, Sequence[float]],
 ) -> dict[str, dict[str, list[Any]]]:
-    """Probe -> name -> values, in the shape that the ledger's side file keeps."""
+    """Probe -> name -> values, in the shape that the ledger's side file keeps.
+
+    What was drawn is there whether it is trained on or not; advantages and train log-probs are
+    those of the samples that are.
+    """
     ids = [sample.request_id for sample in samples]
     return {
         "prompts": {prompt.prompt_id: list(prompt.token_ids) for prompt in prompts},
         "tokens": {sample.request_id: list(sample.token_ids) for sample in samples},
         "rollout_logprobs": {sample.request_id: list(sample.logprobs) for sample in samples},
         "rewards": {name: [value] for name, value in zip(ids, rewards, strict=True)},
-        "advantages": {name: [value] for name, value in zip(ids, advantages, strict=True)},
+        "advantages": {name: [advantages[name]] for name in ids if name in advantages},
         "train_logprobs": {name: list(scores[name]) for name in ids if name in scores},
     }
 
@@ -320,7 +354,7 @@ def _table(
     prompts: Sequence[Prompt],
     samples: Sequence[Sample],
     rewards: Sequence[float],
-    advantages: Sequence[float],
+    advantages: Mapping[str, float],
     gate: StepGate,
 ) -> tuple[Mapping[str, Any], ...]:
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
@@ -333,31 +367,32 @@ def _table(
             "completion": sample.text,
             "label": by_id[sample.prompt_id].label,
             "reward": reward,
-            "advantage": advantage,
+            "advantage": advantages.get(sample.request_id, 0.0),
+            "used": sample.request_id in advantages,
             "length": len(sample.token_ids),
             "finish_reason": sample.finish_reason,
             "worst_logprob_diff": gate.worst_by_request.get(sample.request_id, math.nan),
         }
-        for sample, reward, advantage in zip(samples, rewards, advantages, strict=True)
+        for sample, reward in zip(samples, rewards, strict=True)
     )
 
 
 def _step_metrics(
     samples: Sequence[Sample],
     rewards: Sequence[float],
-    advantages: Advantages,
+    selection: Selection,
     gate: StepGate,
-    spec: RunSpec,
 ) -> dict[str, float]:
+    """Figures of all that was drawn, and of the gate over what is trained on."""
     mean = math.fsum(rewards) / len(rewards)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)
     lengths = [len(sample.token_ids) for sample in samples]
     truncated = sum(sample.finish_reason == "length" for sample in samples)
-    num_groups = spec.data.prompts_per_step
+    equal_groups = selection.num_drawn - selection.num_with_variance
     return {
         "reward/mean": mean,
         "reward/std": math.sqrt(variance),
-        "reward/zero_std_groups": float(num_groups - advantages.groups_with_variance),
+        "reward/zero_std_groups": float(equal_groups),
         "rollout/response_length/mean": sum(lengths) / len(lengths),
         "rollout/response_length/max": float(max(lengths)),
         "rollout/truncated_ratio": truncated / len(samples),

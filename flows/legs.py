@@ -11,7 +11,7 @@ from engines.plan import segment_stops
 from engines.provenance.verdict import Verdict
 from model_specs.errors import CheckpointError, DivergedError, EngineError
 from model_specs.run_spec import RunSpec
-from tasks import checkpoint, convert, download, export, gates, tracking, train
+from tasks import checkpoint, convert, download, export, filter_prompts, gates, tracking, train
 from tasks.compare import LegResult
 from tasks.session import leg_session
 
@@ -53,6 +53,8 @@ def _run_leg(
         weights = convert.convert(name, inputs.model)
         train.start_engines(name, inputs.model, inputs.data, weights)
         gates.preflight(name)
+        if spec.filter is not None:
+            filter_prompts.filter_prompts(name, weights)
         state = runs.checkpoints(session.folder)[resume_step] if resume_step else weights
         step = resume_step
         for stop in segment_stops(spec.plan, resume_step):
@@ -79,6 +81,8 @@ def gate_leg(spec: RunSpec, run: runs.Run, source: Path) -> LegResult:
         weights = convert.convert(name, inputs.model)
         train.start_engines(name, inputs.model, inputs.data, weights)
         gates.preflight(name)
+        if spec.filter is not None:
+            filter_prompts.filter_prompts(name, weights)
         train.load_state(name, found[step], step=step)
         exported = export.export(name, found[step], inputs.model)
         gates.controls(name, exported)

@@ -129,6 +129,8 @@ def _parsed(text: str, annotation: Any) -> Any:
 def _assign(values: dict[str, Any], key: str, value: Any) -> None:
     *groups, last = key.split(".")
     for group in groups:
+        if values[group] is None:  # an optional group, such as `filter`
+            values[group] = {}
         values = values[group]
     values[last] = value
 

@@ -28,6 +28,9 @@ class LegResult:
     gates: Mapping[str, Any]
     processes: Mapping[str, Mapping[str, float | int]]
     cached_stages: int
+    on_report: bool = False
+    """Whether the leg claims nothing about alignment (`plan.gates.logprobs=report`) and nothing
+    else was red: it is Vacuous alone, and in a twin the comparison alone decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ def conclude(
     mlflow_command: str | None = None,
 ) -> Outcome:
     """The worst of all legs and of the comparison; writes verdict.json."""
-    verdicts = [leg.verdict for leg in legs]
+    verdicts = [leg.verdict for leg in legs if comparison is None or not leg.on_report]
     if comparison is not None:
         verdicts.append(comparison.verdict)
     verdict = worst(verdicts)

@@ -22,7 +22,7 @@ from tasks.session import LegSession, session
 from tasks.stage import stage
 
 CONTROL_SAMPLES_PER_PROMPT = 8
-"""Enough tokens that the largest difference of a trained model with short answers is no accident."""
+"""Enough tokens that the largest difference of a trained model is no accident."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,20 +148,31 @@ def _end(opened: LegSession, last_step: int) -> LegResult:
         opened.folder / "gates.json", {n: g.to_dict() for n, g in sorted(opened.gates.items())}
     )
     red = [record for name, record in opened.gates.items() if _required(opened, name, record)]
-    verdict = worst([Verdict.ALIGNED, *(record.weight for record in red)])
+    on_report = opened.spec.plan.gates.logprobs == "report"
+    # Nothing is claimed about alignment, so nothing was shown: such a leg is never Aligned.
+    base = Verdict.VACUOUS if on_report else Verdict.ALIGNED
+    verdict = worst([base, *(record.weight for record in red)])
     reason = next((record.summary for record in red if record.weight == verdict), "")
     rows = read_lock(opened.folder)
     has_ledger = (opened.folder / LEDGER_FILE).is_file()
     return LegResult(
         leg=opened.leg,
         verdict=verdict,
-        reason=reason or "; ".join(record.summary for record in opened.gates.values()),
+        reason=reason or _summary(opened, on_report=on_report),
+        on_report=on_report and verdict == Verdict.VACUOUS and not red,
         chain_digest=read_ledger(opened.folder).chain if has_ledger else "",
         last_step=last_step,
         gates={name: record.to_dict() for name, record in opened.gates.items()},
         processes=opened.processes,
         cached_stages=sum(row.cached for row in rows),
     )
+
+
+def _summary(opened: LegSession, *, on_report: bool) -> str:
+    found = "; ".join(record.summary for record in opened.gates.values())
+    if not on_report:
+        return found
+    return f"the log-prob gate is on report, so no alignment is claimed; measured: {found}"
 
 
 def _required(opened: LegSession, name: str, record: GateRecord) -> bool:

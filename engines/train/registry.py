@@ -75,6 +75,14 @@ def _reduction(kind: str) -> Callable[[RunSpec], str]:
     return lambda spec: f"reduction.kind={kind}" if spec.reduction.kind == kind else ""
 
 
+def _stock(device: str) -> Callable[[RunSpec], str]:
+    return lambda spec: (
+        f"numerics.policy=stock, execution.device={device}"
+        if spec.numerics.policy == "stock" and spec.execution.device == device
+        else ""
+    )
+
+
 def _ranks(spec: RunSpec) -> str:
     ranks = spec.execution.trainer_ranks
     return f"execution.trainer_ranks={ranks}" if ranks > 1 else ""
@@ -95,6 +103,21 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
     Capability(name="tree reduction", kind="reduction", asked=_reduction("tree"), trainers=BOTH),
     Capability(name="stock reduction", kind="reduction", asked=_reduction("stock"), trainers=BOTH),
+    Capability(
+        name="stock numerics",
+        kind="feature",
+        asked=_stock("cpu"),
+        trainers=("fsdp2",),
+        reason="Megatron's own layers need its tensor-parallel kernels, which CPU does not have",
+        remedy="set trainer=fsdp2",
+    ),
+    Capability(
+        name="stock numerics on CUDA",
+        kind="feature",
+        asked=_stock("cuda"),
+        reason="pushing weights into vLLM's own CUDA layers has not been tried",
+        remedy="set numerics.policy=aligned",
+    ),
     Capability(name="data parallel", kind="layout", asked=_ranks, trainers=BOTH),
     Capability(
         name="tensor parallel",
