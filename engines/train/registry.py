@@ -168,6 +168,44 @@ CAPABILITIES: tuple[Capability, ...] = (
         remedy="set trainer_options.critic=false",
     ),
     Capability(
+        name="LoRA",
+        kind="feature",
+        asked=_option("lora", False),
+        reason="adapters would be merged or applied by other ops in rollout and trainer; all "
+        "weights are trained",
+        remedy="set trainer_options.lora=false",
+    ),
+    Capability(
+        name="asynchronous rollout",
+        kind="feature",
+        asked=_option("asynchronous", False),
+        reason="samples would come from older weights than the trainer scores them at, so the "
+        "two cannot be aligned",
+        remedy="set trainer_options.asynchronous=false",
+    ),
+    Capability(
+        name="multi-turn",
+        kind="feature",
+        asked=_option("multi_turn", False),
+        reason="what a tool or an environment answers is no function of the seed, so a run could "
+        "not be repeated",
+        remedy="set trainer_options.multi_turn=false",
+    ),
+    Capability(
+        name="supervised fine-tuning",
+        kind="feature",
+        asked=_option("supervised", False),
+        reason="there is no rollout in it, and so nothing to align",
+        remedy="fine-tune elsewhere and set model.path to the result",
+    ),
+    Capability(
+        name="other trackers",
+        kind="feature",
+        asked=_option("tracker", "mlflow"),
+        reason="MLflow is the one projection of the ledger that is kept complete and idempotent",
+        remedy="send metrics.jsonl of the run folder to another tracker yourself",
+    ),
+    Capability(
         name="teacher distillation",
         kind="feature",
         asked=_option("teacher_distillation", False),
