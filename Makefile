@@ -1,5 +1,6 @@
 # make demo     set up, then the main job: two independent runs, compared
 # make test     set up, then the test suite            (a part of it: PYTEST_ARGS="-k digest")
+#               by WORKERS=2 processes; WORKERS=0 runs it in one, with a debugger if you like
 # make check    what pre-commit runs: ruff, formatting, mypy, import-linter, codespell
 # make setup    the environment alone; done once, again when pins or pyproject.toml change
 # make clean    remove build products and tool caches; make distclean the environment as well
@@ -16,6 +17,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 VLLM_CPU ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 # The stamp's name carries what VLLM_CPU asked for, so that another build is another set-up.
@@ -45,7 +47,7 @@ demo: $(STAMP)
 	@$(BIN)/lockstep run tiny_cpu --twin
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 check: lint format-check types imports spelling
 

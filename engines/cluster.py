@@ -93,6 +93,8 @@ class Cluster:
             return self
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        # Ray starts workers at niceness 15; here they are the job, not its helpers.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
             address="local",
             namespace=self.namespace,

@@ -8,24 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-PROBES = (
-    "prompts",
-    "tokens",
-    "rollout_logprobs",
-    "rewards",
-    "advantages",
-    "train_logprobs",
-    "loss",
-    "grads",
-    "grad_norm",
-    "optimizer",
-    "weights",
-    "sent",
-    "received",
-)
-"""What is digested at each update, in causal order: a first difference explains all later ones."""
+from typing import Any, Literal, Protocol, get_args
 
 Probe = Literal[
     "prompts",
@@ -42,6 +25,8 @@ Probe = Literal[
     "sent",
     "received",
 ]
+PROBES: tuple[Probe, ...] = get_args(Probe)
+"""What is digested at each update, in causal order: a first difference explains all later ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

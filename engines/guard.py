@@ -4,18 +4,23 @@ The driver marks its own environment with a fresh token, which every process it 
 Ray's daemons and workers, engines, a temporary Prefect server. A watcher process holds the read end
 of a pipe; when the driver is gone, for whatever reason, the pipe closes, and after a short grace
 the watcher ends every process that still carries the token. Nothing is ever ended by name.
+
+A daemon that sets its own title may hide its environment, and is an orphan when the daemon that
+started it has ended first. So the watcher looks while the driver lives, whenever `look` asks it to
+and from time to time, and remembers what it found.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,7 @@ import psutil
 MARK = "LOCKSTEP_RUN_MARK"
 GRACE_S = 3.0
 TERMINATE_S = 5.0
+LOOK_EVERY_S = 15.0
 
 
 def start() -> str:
@@ -54,6 +60,12 @@ _OWNED: list[Any] = []
 def own_token() -> str | None:
     """The token of this process's guard, if it was started."""
     return _OWNED[0] if _OWNED else None
+
+
+def look() -> None:
+    """Let the watcher take note of all processes that run now; call it when some were started."""
+    if _OWNED:
+        os.write(_OWNED[1], b".")
 
 
 def marked_processes(token: str) -> list[psutil.Process]:
@@ -87,13 +99,13 @@ def _line_of(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
         pid = parents.get(pid, pid)
 
 
-def end_marked(token: str) -> None:
-    """Ask all marked processes to end, then end them.
+def end_marked(token: str, known: Iterable[psutil.Process] = ()) -> None:
+    """Ask all marked processes, and those that are known already, to end; then end them.
 
     What was once found is followed by its process, for a descendant that does not carry the token
     itself can no longer be found when its parent has ended before it.
     """
-    found: set[psutil.Process] = set()
+    found = set(known)
     for sign, patience in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, TERMINATE_S)):
         for process in _still_there(found, token):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -120,10 +132,14 @@ def _has_not_ended(process: psutil.Process) -> bool:
 
 def watch(read_end: int, token: str) -> None:
     """Wait until the other end of the pipe is closed everywhere, then clean up."""
-    while os.read(read_end, 1):
-        pass
+    known: set[psutil.Process] = set()
+    gone = False
+    while not gone:
+        ready, _, _ = select.select([read_end], [], [], LOOK_EVERY_S)
+        gone = bool(ready) and not os.read(read_end, 4096)
+        known = set(_still_there(known, token))
     time.sleep(GRACE_S)
-    end_marked(token)
+    end_marked(token, known)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,10 @@ def resume(
     name, step = parse_run_at_step(run)
     prepare_process(json)
     from flows.train import resume as resume_flow
+    from flows.train import resumption
 
+    # A mistake is refused at once, before a server is started.
+    resumption(name, step, set_, leg=leg, runs_dir=str(runs_dir))
     return finish(
         lambda: resume_flow(
             run=name,

@@ -84,6 +84,14 @@ def print_run(folder: Path, details: Mapping[str, Any]) -> None:
     if comparison:
         _print_comparison(comparison)
     OUT.print(f"chain digest  {details['chain_digest']}")
+    alignment, native = details.get("alignment"), details.get("native_control")
+    if alignment:
+        OUT.print(
+            f"alignment     max {alignment['max_abs_diff']} over {alignment['num_tokens']} tokens, "
+            f"{alignment['exact_fraction']:.2%} exactly equal"
+        )
+    if native:
+        OUT.print(f"beside it     native ops: {native['verdict']}, max {native['max_abs_diff']}")
     OUT.print(f"run folder    {folder}")
     if details.get("mlflow_command"):
         OUT.print(f"MLflow        {details['mlflow_command']}")

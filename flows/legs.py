@@ -9,13 +9,25 @@ from engines import runs
 from engines.contracts import Flip
 from engines.plan import segment_stops
 from engines.provenance.verdict import Verdict
-from model_specs.errors import CheckpointError, DivergedError, EngineError
+from model_specs.errors import (
+    CheckpointError,
+    DivergedError,
+    EngineError,
+    LockstepError,
+    UnsupportedError,
+)
 from model_specs.run_spec import RunSpec
 from tasks import checkpoint, convert, download, export, filter_prompts, gates, tracking, train
 from tasks.compare import LegResult
 from tasks.session import leg_session
 
 logger = logging.getLogger("lockstep")
+
+_VERDICTS: dict[type[LockstepError], Verdict] = {
+    EngineError: Verdict.ENGINE_FAILURE,
+    DivergedError: Verdict.DIVERGED,
+    UnsupportedError: Verdict.UNSUPPORTED,
+}
 
 
 def run_leg(
@@ -26,15 +38,14 @@ def run_leg(
     resume_step: int = 0,
     flip: Flip | None = None,
 ) -> LegResult:
-    """Run one leg to its gates; an engine failure is a verdict, so that the run can report it."""
+    """Run one leg to its gates; an error that is a verdict is returned as one, to be reported."""
     try:
         return _run_leg(spec, run, leg, resume_step=resume_step, flip=flip)
-    except (EngineError, DivergedError) as error:
+    except (EngineError, DivergedError, UnsupportedError) as error:
         logger.error("%s %s", leg, error)
-        diverged = isinstance(error, DivergedError)
         return LegResult(
             leg=leg,
-            verdict=Verdict.DIVERGED if diverged else Verdict.ENGINE_FAILURE,
+            verdict=next(v for kind, v in _VERDICTS.items() if isinstance(error, kind)),
             reason=str(error),
             chain_digest="",
             last_step=resume_step,

@@ -12,7 +12,6 @@ from prefect.states import State
 
 from engines import runs
 from engines.faults import parse_flip
-from engines.provenance.verdict import Verdict
 from engines.seeds import derive_seed
 from flows.conclusion import conclude
 from flows.legs import run_leg
@@ -36,17 +35,13 @@ def nightly(request: NightlyRequest, runs_dir: str = "runs", run_id: str | None 
     flip = parse_flip(request.inject_flip.as_text()) if request.inject_flip else None
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     leg_a = run_leg(spec, run, "a")
-    leg_b = run_leg(shuffled(with_filter_of(run, spec), "b"), run, "b", flip=flip)
-    if Verdict.ENGINE_FAILURE in (leg_a.verdict, leg_b.verdict):
+    # Resolved by leg a: a branch on a hub that moves meanwhile must not reach leg b, and what the
+    # filter kept must be found again.
+    resolved = runs.read_spec(run.folder)
+    leg_b = run_leg(shuffled(resolved, "b"), run, "b", flip=flip)
+    if not (leg_a.chain_digest and leg_b.chain_digest):
         return conclude(run, (leg_a, leg_b))  # A leg that was cut short may have no ledger.
     return conclude(run, (leg_a, leg_b), compare.compare_legs(run.folder, "a", "b"))
-
-
-def with_filter_of(run: runs.Run, spec: RunSpec) -> RunSpec:
-    """The spec with the prompts that leg a kept, which leg b must find again by drawing itself."""
-    if spec.filter is None:
-        return spec
-    return spec.model_copy(update={"filter": runs.read_spec(run.folder / "a").filter})
 
 
 def shuffled(spec: RunSpec, leg: str) -> RunSpec:

@@ -32,7 +32,7 @@ def train(request: TrainRequest, runs_dir: str = "runs", run_id: str | None = No
     """
     if request.resume:
         name, step = request.resumed
-        return go_on(name, step, overrides=request.assignments, leg="a", runs_dir=Path(runs_dir))
+        return go_on(name, step, request.assignments, leg="a", runs_dir=runs_dir)
     spec = apply_overrides(load_recipe(request.source), request.assignments)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     return conclude(run, (run_leg(spec, run, "a"),))
@@ -55,14 +55,29 @@ def resume(
         leg: Leg to go on with.
         runs_dir: Folder that holds run folders.
     """
-    return go_on(run, step, overrides=overrides, leg=leg, runs_dir=Path(runs_dir))
+    return go_on(run, step, overrides, leg=leg, runs_dir=runs_dir)
 
 
 def go_on(
-    run: str, step: int | None, *, overrides: tuple[str, ...], leg: str, runs_dir: Path
+    run: str, step: int | None, overrides: tuple[str, ...], *, leg: str, runs_dir: str
 ) -> State:
     """Go on from a committed checkpoint; see `resume`."""
-    folder = runs.open_run(run, runs_dir)
+    folder, spec, start = resumption(run, step, overrides, leg=leg, runs_dir=runs_dir)
+    opened = runs.reopen(folder)
+    runs.write_spec(folder, spec)
+    return conclude(opened, (run_leg(spec, opened, leg, resume_step=start),))
+
+
+def resumption(
+    run: str, step: int | None, overrides: tuple[str, ...], *, leg: str, runs_dir: str
+) -> tuple[Path, RunSpec, int]:
+    """Find what to go on with, and change nothing: the run folder, the new spec, the start.
+
+    Raises:
+        SpecError: There is no such run, or an override changes the trajectory.
+        CheckpointError: The leg has no committed checkpoint, or none of this step.
+    """
+    folder = runs.open_run(run, Path(runs_dir))
     spec = resumable(runs.read_spec(folder), overrides)
     found = runs.checkpoints(folder / leg)
     if not found:
@@ -72,9 +87,7 @@ def go_on(
         raise CheckpointError(
             f"{folder / leg} has no committed checkpoint of step {start}; it has {sorted(found)}"
         )
-    opened = runs.reopen(folder)
-    runs.write_spec(folder, spec)
-    return conclude(opened, (run_leg(spec, opened, leg, resume_step=start),))
+    return folder, spec, start
 
 
 def resumable(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:

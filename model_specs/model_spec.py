@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from model_specs.base import Execution, Frozen
 
@@ -12,7 +13,7 @@ from model_specs.base import Execution, Frozen
 class ModelSpec(Frozen):
     """A decoder-only language model of a known family."""
 
-    family: Literal["qwen2", "llama", "qwen3"]
+    family: Literal["qwen2", "llama", "qwen3", "qwen3_moe"]
     path: Execution[str]
     """`generated:tiny`, a folder, or `hf://org/name@revision`; weights are identity by digest."""
     weights_digest: str | None = None
@@ -37,3 +38,46 @@ class ModelSpec(Frozen):
     """RMSNorm with a learned weight of `head_dim` on every query and key head, before the rope."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype in which the folder stores the weights."""
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of each layer; 0 for a dense model."""
+        return 0
+
+
+class MoeSpec(Frozen):
+    """The experts of a layer whose MLP is a mixture."""
+
+    num_experts: int = Field(ge=2)
+    experts_per_token: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    """Of one expert."""
+    normalize_weights: bool
+    """Divide the chosen experts' probabilities by their sum (`norm_topk_prob`)."""
+
+
+class MoeModelSpec(ModelSpec):
+    """A decoder of which every layer's MLP is a mixture of experts.
+
+    A class of its own, so that the identity of a dense model has no fields of experts.
+    """
+
+    moe: MoeSpec
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of each layer."""
+        return self.moe.num_experts
+
+
+def _kind(value: Any) -> str:
+    """Say which class a value is of, so that an error is about that class alone."""
+    if isinstance(value, Mapping):
+        return "moe" if "moe" in value else "dense"
+    return "moe" if isinstance(value, MoeModelSpec) else "dense"
+
+
+AnyModelSpec = Annotated[
+    Annotated[MoeModelSpec, Tag("moe")] | Annotated[ModelSpec, Tag("dense")], Discriminator(_kind)
+]
+"""What `RunSpec.model` holds."""

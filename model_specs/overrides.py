@@ -24,7 +24,7 @@ import difflib
 import json
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -91,9 +91,11 @@ def _top_level() -> str:
 
 
 def _models(annotation: Any) -> Iterator[type[Frozen]]:
-    """Yield the spec classes in an annotation, looking through unions."""
+    """Yield the spec classes in an annotation, looking through unions and their tags."""
     if isinstance(annotation, type) and issubclass(annotation, Frozen):
         yield annotation
+    elif get_origin(annotation) is Annotated:
+        yield from _models(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType):
         for argument in get_args(annotation):
             yield from _models(argument)
@@ -152,6 +154,7 @@ def _reduction_fields(reduction: Any) -> Any:
 def _location(location: tuple[int | str, ...]) -> str:
     """Return the dotted field, without the tag that pydantic puts in for a tagged union."""
     parts = [str(part) for part in location]
-    if parts[0] == "reduction" and parts[1:2] in (["tree"], ["stock"]):
+    tags = {"reduction": ("tree", "stock"), "model": ("dense", "moe")}
+    if parts[0] in tags and parts[1:2] and parts[1] in tags[parts[0]]:
         del parts[1]
     return ".".join(parts)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model_specs.errors import SpecError
-from model_specs.families import llama, qwen2, qwen3
+from model_specs.families import llama, qwen2, qwen3, qwen3_moe
 from model_specs.families.decoder import Difference, describe
 from model_specs.model_spec import ModelSpec
 from model_specs.run_spec import RunSpec
@@ -53,6 +53,12 @@ FAMILIES: dict[str, Family] = {
         architecture=qwen3.ARCHITECTURE,
         from_config=qwen3.from_config,
         differences=qwen3.expected_config_differences,
+    ),
+    "qwen3_moe": Family(
+        model_type=qwen3_moe.MODEL_TYPE,
+        architecture=qwen3_moe.ARCHITECTURE,
+        from_config=qwen3_moe.from_config,
+        differences=qwen3_moe.expected_config_differences,
     ),
 }
 

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from model_specs.base import Execution, Frozen
 from model_specs.errors import SpecError
 from model_specs.json_text import JsonObject, parsed
-from model_specs.model_spec import ModelSpec
+from model_specs.model_spec import AnyModelSpec
 from model_specs.trainer_options import TrainerOptions
 
 SCHEMA_VERSION: Final = 1
@@ -344,7 +344,7 @@ class RunSpec(Frozen):
     """Name of the recipe this spec was made from; a label."""
     recipe_digest: Execution[str | None] = None
     """Own recipe: SHA-256 over its sources, for the record; what it returned is the identity."""
-    model: ModelSpec
+    model: AnyModelSpec
     data: DataSpec
     filter: FilterSpec | None = None
     """Which prompts of the data are used; None uses all."""

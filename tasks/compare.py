@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,6 +82,8 @@ def conclude(
         "headline": headline,
         "chain_digest": legs[0].chain_digest if legs else None,
         "first_divergence": str(comparison.first) if comparison and comparison.first else None,
+        "alignment": _alignment(legs),
+        "native_control": _native_control(legs),
         "mlflow_command": mlflow_command,
         "comparison": comparison.to_dict() if comparison else None,
         "legs": {leg.leg: asdict(leg) for leg in legs},
@@ -88,6 +91,33 @@ def conclude(
     run.fence.check()
     write_json(run.folder / "verdict.json", details)
     return Outcome(verdict=verdict, headline=headline, details=details)
+
+
+def _alignment(legs: Sequence[LegResult]) -> dict[str, Any] | None:
+    """The log-prob gate over all legs: largest difference, tokens, share exactly equal."""
+    found = [leg.gates["logprobs"]["figures"] for leg in legs if "logprobs" in leg.gates]
+    tokens = sum(figures["num_tokens"] for figures in found)
+    if not tokens:
+        return None
+    largest = [float(figures["max_abs_diff"]) for figures in found]
+    return {
+        "max_abs_diff": "nan" if any(map(math.isnan, largest)) else max(largest),
+        "num_tokens": tokens,
+        "exact_fraction": sum(figures["num_exact"] for figures in found) / tokens,
+    }
+
+
+def _native_control(legs: Sequence[LegResult]) -> dict[str, Any] | None:
+    """What vLLM's native ops give where ours give 0.0; of the first leg that ran it."""
+    found = (leg.gates.get("native control") for leg in legs)
+    return next(
+        (
+            {"verdict": gate["verdict"], "max_abs_diff": gate["figures"]["max_abs_diff"]}
+            for gate in found
+            if gate
+        ),
+        None,
+    )
 
 
 def _headline(verdict: Verdict, legs: Sequence[LegResult], comparison: Comparison | None) -> str:

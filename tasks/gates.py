@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from engines.cluster import gather
 from engines.contracts import ArtifactRef, Sample, SampleRequest, TrainSample
 from engines.data import prompt_order
 from engines.gates.controls import ControlResult, judge_native, judge_stock
+from engines.gates.layerwise import compare_layers
 from engines.gates.logprobs import compare_logprobs
 from engines.loop import push, sample_requests
 from engines.provenance.ledger import LEDGER_FILE, read_ledger
@@ -22,7 +24,9 @@ from tasks.session import LegSession, session
 from tasks.stage import stage
 
 CONTROL_SAMPLES_PER_PROMPT = 8
-"""Enough tokens that the largest difference of a trained model is no accident."""
+"""Enough tokens that the largest difference is no accident where answers are short."""
+_HEADLINE = ("logprobs", "exported weights", "preflight")
+"""Gate whose figure says most, first that was run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,10 @@ def preflight(session_name: str) -> dict[str, Any]:
 
 @stage("controls", version=1)
 def controls(session_name: str, exported: ArtifactRef) -> dict[str, Any]:
-    """Show beside the 0.0 that native vLLM ops differ and that stock transformers is near."""
+    """Show beside the 0.0 that native vLLM ops differ and that stock transformers is near.
+
+    Also compares the hidden states of every decoder layer of both engines.
+    """
     opened = session(session_name)
     if opened.spec.plan.gates.controls == "off":
         return {}
@@ -100,6 +107,7 @@ def controls(session_name: str, exported: ArtifactRef) -> dict[str, Any]:
         summary=f"max {last.max_abs_diff!r} over {last.num_tokens} tokens drawn after training",
         figures=last.to_dict(),
     )
+    opened.gates["layerwise"] = _layerwise(opened, requests)
     opened.gates["native control"] = _control(native_result, Verdict.VACUOUS)
     opened.gates["stock control"] = _control(stock_result, Verdict.MISALIGNED)
     return {name: record.to_dict() for name, record in opened.gates.items()}
@@ -152,14 +160,19 @@ def _end(opened: LegSession, last_step: int) -> LegResult:
     # Nothing is claimed about alignment, so nothing was shown: such a leg is never Aligned.
     base = Verdict.VACUOUS if on_report else Verdict.ALIGNED
     verdict = worst([base, *(record.weight for record in red)])
-    reason = next((record.summary for record in red if record.weight == verdict), "")
+    reason = next(
+        (record.summary for record in red if record.weight == verdict),
+        next((opened.gates[name].summary for name in _HEADLINE if name in opened.gates), ""),
+    )
+    if on_report and not red:
+        reason = f"the log-prob gate is on report, so no alignment is claimed; measured: {reason}"
     rows = read_lock(opened.folder)
     has_ledger = (opened.folder / LEDGER_FILE).is_file()
     return LegResult(
         leg=opened.leg,
         verdict=verdict,
-        reason=reason or _summary(opened, on_report=on_report),
-        on_report=on_report and verdict == Verdict.VACUOUS and not red,
+        reason=reason,
+        on_report=on_report and not red,
         chain_digest=read_ledger(opened.folder).chain if has_ledger else "",
         last_step=last_step,
         gates={name: record.to_dict() for name, record in opened.gates.items()},
@@ -168,20 +181,40 @@ def _end(opened: LegSession, last_step: int) -> LegResult:
     )
 
 
-def _summary(opened: LegSession, *, on_report: bool) -> str:
-    found = "; ".join(record.summary for record in opened.gates.values())
-    if not on_report:
-        return found
-    return f"the log-prob gate is on report, so no alignment is claimed; measured: {found}"
-
-
 def _required(opened: LegSession, name: str, record: GateRecord) -> bool:
     """Whether this record is red and counts for the leg's verdict."""
     plan = opened.spec.plan.gates
-    setting = {"preflight": plan.preflight, "logprobs": plan.logprobs}.get(
-        name, plan.controls if name.endswith("control") else "required"
-    )
+    settings = {
+        "preflight": plan.preflight,
+        "logprobs": plan.logprobs,
+        "layerwise": plan.controls,
+    }
+    setting = settings.get(name, plan.controls if name.endswith("control") else "required")
     return setting == "required" and not record.holds
+
+
+def _layerwise(opened: LegSession, requests: Sequence[SampleRequest]) -> GateRecord:
+    """Compare every layer over one sample a prompt; what was recorded is kept only when red."""
+    trainer, _, _ = opened.engines()
+    folder = opened.folder / "layers"
+    shutil.rmtree(folder, ignore_errors=True)
+    firsts = [request for request in requests if request.sample_index == 0]
+    (samples,) = gather(
+        [opened.rollout_hosts[0].call("layer_states", firsts, folder=str(folder))],
+        what="hidden states of the rollout",
+    )
+    trainer.layer_states(_as_train_samples(samples), folder=folder)
+    lengths = {sample.request_id: len(sample.prompt_token_ids) for sample in samples}
+    result = compare_layers(folder, lengths)
+    if result.verdict.is_green:
+        shutil.rmtree(folder)
+    return GateRecord(
+        verdict=result.verdict,
+        holds=result.verdict.is_green,
+        weight=result.verdict,
+        summary=result.reason,
+        figures=result.to_dict(),
+    )
 
 
 def _control(result: ControlResult, weight: Verdict) -> GateRecord:

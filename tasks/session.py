@@ -178,6 +178,7 @@ def leg_session(
             processes=identities([*rollout_hosts, *trainer_hosts]),
             flip=flip,
         )
+        guard.look()
         _OPEN[name] = session
         try:
             yield session

@@ -23,7 +23,7 @@ import numpy as np
 
 from model_specs.errors import SpecError
 from model_specs.families.decoder import parameter_shapes
-from model_specs.model_spec import ModelSpec
+from model_specs.model_spec import ModelSpec, MoeModelSpec
 from model_specs.registry import FAMILIES
 
 PAD, UNKNOWN, START, END = "<|pad|>", "<|unknown|>", "<|start|>", "<|end|>"
@@ -152,9 +152,18 @@ def config_json(model: ModelSpec) -> dict[str, Any]:
         "eos_token_id": 3,
         "pad_token_id": 0,
     }
+    if isinstance(model, MoeModelSpec):
+        config |= {
+            "num_experts": model.moe.num_experts,
+            "num_experts_per_tok": model.moe.experts_per_token,
+            "moe_intermediate_size": model.moe.intermediate_size,
+            "norm_topk_prob": model.moe.normalize_weights,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     if model.family == "llama":
         config |= {"attention_bias": model.qkv_bias, "mlp_bias": False}
-    elif model.family == "qwen3":
+    elif model.family in ("qwen3", "qwen3_moe"):
         config |= {"attention_bias": model.qkv_bias, "use_sliding_window": False}
     else:
         config |= {"use_sliding_window": False}
@@ -201,7 +210,7 @@ def _tokenizer_json() -> dict[str, Any]:
 def _tokenizer_config(model: ModelSpec) -> dict[str, Any]:
     return {
         "tokenizer_class": "Qwen2Tokenizer"
-        if model.family in ("qwen2", "qwen3")
+        if model.family in ("qwen2", "qwen3", "qwen3_moe")
         else "PreTrainedTokenizerFast",
         "model_max_length": model.max_position_embeddings,
         "clean_up_tokenization_spaces": False,

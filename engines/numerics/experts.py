@@ -27,7 +27,8 @@ def expert_mlp(
     hidden: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: Sequence[torch.Tensor],
+    gate: Sequence[torch.Tensor],
+    up: Sequence[torch.Tensor],
     down: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """Return the weighted sum of each row's experts, `down(silu(gate(x)) * up(x))`.
@@ -36,23 +37,23 @@ def expert_mlp(
         hidden: `[M, K]`; sequences start at multiples of 64 rows.
         experts: int64 `[M, S]`, distinct within a row, of `route`.
         weights: float32 `[M, S]`.
-        gate_up: for each expert `[2 * inner, K]`, gate rows first; dtype of `hidden`.
+        gate: for each expert `[inner, K]`, dtype of `hidden`; fused storage is cut by its caller.
+        up: for each expert `[inner, K]`.
         down: for each expert `[K, inner]`.
 
     Returns:
         `[M, K]`, dtype of `hidden`. An expert without a row has a gradient of zeros.
     """
-    if len(gate_up) != len(down):
-        raise ValueError(f"expert_mlp: {len(gate_up)} gate_up matrices but {len(down)} down")
-    return _Experts.apply(hidden, experts, weights, len(down), *gate_up, *down)  # type: ignore[no-any-return]
+    if not len(gate) == len(up) == len(down):
+        raise ValueError(
+            f"expert_mlp: {len(gate)} gate, {len(up)} up and {len(down)} down matrices; each "
+            "expert has one of each"
+        )
+    return _Experts.apply(hidden, experts, weights, len(down), *gate, *up, *down)  # type: ignore[no-any-return]
 
 
 def _project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(pad_rows(x, ROW_TILE), weight.contiguous())[: x.shape[0]]
-
-
-def _gate_and_up(x: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(_project(x, matrix) for matrix in gate_up.chunk(2))
 
 
 def _places(experts: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,13 +93,14 @@ class _Experts(torch.autograd.Function):
         count: int,
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
-        gate_up, down = matrices[:count], matrices[count:]
+        gates, ups, downs = (matrices[i * count : (i + 1) * count] for i in range(3))
         outputs = hidden.new_zeros(*experts.shape, hidden.shape[1])
         for expert in range(count):
             rows, slots = _places(experts, expert)
             if len(rows):
-                inner = silu_mul(*_gate_and_up(hidden[rows], gate_up[expert]))
-                outputs[rows, slots] = _project(inner, down[expert])
+                x = hidden[rows]
+                inner = silu_mul(_project(x, gates[expert]), _project(x, ups[expert]))
+                outputs[rows, slots] = _project(inner, downs[expert])
         ctx.save_for_backward(hidden, experts, weights, outputs, *matrices)
         return _add_over_slots(outputs.float() * weights[..., None]).to(hidden.dtype)
 
@@ -106,36 +108,27 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, experts, weights, outputs, *matrices = ctx.saved_tensors
-        count = len(matrices) // 2
-        gate_up, down = matrices[:count], matrices[count:]
+        count = len(matrices) // 3
+        gates, ups, downs = (matrices[i * count : (i + 1) * count] for i in range(3))
+        of_matrices = [torch.zeros_like(matrix) for matrix in matrices]
         upstream = gradient.float()[:, None]
-        products = pad_rows(upstream * outputs.float(), ROW_TILE)
-        of_weights = products.sum(-1)[: len(hidden)]
+        of_weights = pad_rows(upstream * outputs.float(), ROW_TILE).sum(-1)[: len(hidden)]
         of_outputs = (upstream * weights[..., None]).to(hidden.dtype)
         of_hidden = torch.zeros_like(outputs, dtype=torch.float32)
-        of_gate_up = [torch.zeros_like(matrix) for matrix in gate_up]
-        of_down = [torch.zeros_like(matrix) for matrix in down]
         for expert in range(count):
             rows, slots = _places(experts, expert)
             if not len(rows):
                 continue
             x, of_output = hidden[rows], of_outputs[rows, slots]
-            gate, up = _gate_and_up(x, gate_up[expert])
-            of_inner = linear_input_gradient((of_output,), (down[expert],))
-            of_down[expert] = _block_weight_gradient(of_output, silu_mul(gate, up), rows).to(
-                hidden.dtype
-            )
-            parts = silu_mul_gradient(gate, up, of_inner)
-            of_x = linear_input_gradient(parts, gate_up[expert].chunk(2))
+            gate, up = _project(x, gates[expert]), _project(x, ups[expert])
+            of_inner = linear_input_gradient((of_output,), (downs[expert],))
+            of_gate, of_up = silu_mul_gradient(gate, up, of_inner)
+            of_x = linear_input_gradient((of_gate, of_up), (gates[expert], ups[expert]))
             of_hidden[rows, slots] = of_x.float()
-            of_gate_up[expert] = torch.cat(
-                [_block_weight_gradient(part, x, rows) for part in parts]
-            ).to(hidden.dtype)
-        return (
-            _add_over_slots(of_hidden).to(hidden.dtype),
-            None,
-            of_weights,
-            None,
-            *of_gate_up,
-            *of_down,
-        )
+            products = ((of_gate, x), (of_up, x), (of_output, silu_mul(gate, up)))
+            for kind, (left, right) in enumerate(products):
+                of_matrices[kind * count + expert] = _block_weight_gradient(left, right, rows).to(
+                    hidden.dtype
+                )
+        of_hidden = _add_over_slots(of_hidden).to(hidden.dtype)
+        return of_hidden, None, of_weights, None, *of_matrices

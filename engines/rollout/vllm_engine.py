@@ -46,8 +46,9 @@ from model_specs.run_spec import RunSpec, SamplingSpec
 EXACT_OPS = frozenset(
     {
         # views, allocation, copies and casts
-        "aten.chunk", "aten.contiguous", "aten.detach", "aten.empty", "aten.flatten",
-        "aten.reshape", "aten.slice", "aten.split", "aten.split_with_sizes", "aten.to", "aten.view",
+        "aten.alias", "aten.chunk", "aten.contiguous", "aten.detach", "aten.empty", "aten.flatten",
+        "aten.reshape", "aten.slice", "aten.split", "aten.split_with_sizes", "aten.to",
+        "aten.unflatten", "aten.view",
         # selection of rows
         "aten.embedding",
         # our attention, behind vLLM's own op: `environment()` names the class that it calls
@@ -177,6 +178,12 @@ class VllmEngine:
         with audited(model, "forward", outside), audited(model, "compute_logits", outside):
             self.generate([probe_request("audit", 5, self)])
         return require_exact(outside.names, EXACT_OPS, where="vLLM's forward")
+
+    def layer_states(self, requests: Sequence[SampleRequest], *, folder: str) -> list[Sample]:
+        """Draw, and write every layer's hidden states for the layer-wise gate into `folder`."""
+        from engines.gates.layerwise import record_rollout
+
+        return record_rollout(self, self._model(), requests, folder)
 
     @property
     def vocab_size(self) -> int:

@@ -49,4 +49,6 @@ def start_options(spec: RunSpec, *, policy: Policy, max_model_len: int) -> dict[
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "custom_ops": ["all"],
         }
+    else:  # the control: vLLM's own kernels; nothing compiles in an engine's process
+        options["enforce_eager"] = True
     return options

@@ -94,6 +94,10 @@ class TrainerGroup:
         )[0]
         return record
 
+    def layer_states(self, samples: Sequence[TrainSample], *, folder: str | Path) -> None:
+        """Write every layer's hidden states of these samples for the layer-wise gate."""
+        self._all("layer_states", list(samples), folder=str(folder))
+
     def send(
         self, *, version: int, flip: Flip | None = None, keep_to: str | None = None
     ) -> tuple[Sequence[Any], Mapping[str, str]]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from engines.contracts import Flip, TrainSample, UpdateRecord
 from engines.environment import apply_torch_determinism, read_back
 from engines.faults import choose_name, flip_bit, flip_float32
 from engines.gates.audit import OpsOutside, require_exact
+from engines.gates.layerwise import TRAINER_FILE, recorded, write_states
 from engines.provenance.digest import digest_array, digest_floats, digest_json, root_digest
 from engines.provenance.tensor_digest import digest_tensor
 from engines.train.advantages import round_to_float32
@@ -144,6 +146,10 @@ class GrpoTrainer(ABC):
         """Yield (name, whole tensor in the wire dtype), plain and independent of the masters."""
 
     @abstractmethod
+    def _decoder_layers(self) -> list[torch.nn.Module]:
+        """Return the decoder layers in order."""
+
+    @abstractmethod
     def _publish(self) -> None:
         """Bring the weights that the forward sees up to the masters, where they are copies."""
 
@@ -206,6 +212,18 @@ class GrpoTrainer(ABC):
             }
         merged = {name: row for part in all_objects(mine) for name, row in part.items()}
         return {sample.request_id: merged[sample.request_id] for sample in samples}
+
+    def layer_states(self, samples: Sequence[TrainSample], *, folder: str) -> None:
+        """Write every layer's hidden states of these samples for the layer-wise gate; rank 0's."""
+        states = {}
+        for sample in samples:
+            slot = pack_slot([sample])
+            with torch.no_grad(), recorded(self._decoder_layers()) as outputs:
+                self._model(slot)
+            found = torch.stack([torch.cat(rows) for rows in outputs])
+            states[sample.request_id] = found[:, : slot.lengths[0]].clone()
+        if self._rank == 0:
+            write_states(Path(folder) / TRAINER_FILE, states)
 
     # -- updating
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from model_specs.errors import SpecError
-from model_specs.model_spec import ModelSpec
+from model_specs.model_spec import ModelSpec, MoeModelSpec
 
 Difference = tuple[str, Any, Any]
 """(field, value that the spec or the shared ops need, value in the config)."""
@@ -94,7 +94,7 @@ def sliding_window_refusals(config: Mapping[str, Any]) -> list[Difference]:
 
 
 def spec_from_facts(
-    family: Literal["qwen2", "llama", "qwen3"],
+    family: Literal["qwen2", "llama", "qwen3", "qwen3_moe"],
     path: str,
     facts: Mapping[str, Any],
     refusals: list[Difference],
@@ -107,7 +107,8 @@ def spec_from_facts(
     if refusals:
         raise SpecError(f"{path}/config.json: not supported: {describe(refusals, left='needs')}")
     try:
-        return ModelSpec(family=family, path=path, **facts)
+        kind = MoeModelSpec if "moe" in facts else ModelSpec
+        return kind(family=family, path=path, **facts)
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, item['loc']))}={item['input']!r}: {item['msg']}"
@@ -152,6 +153,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return Hugging Face name -> shape of each stored parameter, sorted by name.
 
     A tied head is an alias of the embedding and is not listed. Linear weights are [out, in].
+    Experts have the names of the checkpoint's files, one tensor each.
     """
     query = spec.num_attention_heads * spec.head_dim
     key_value = spec.num_key_value_heads * spec.head_dim
@@ -174,7 +176,15 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[prefix + "self_attn.q_norm.weight"] = (spec.head_dim,)
             shapes[prefix + "self_attn.k_norm.weight"] = (spec.head_dim,)
         shapes[prefix + "self_attn.o_proj.weight"] = (hidden, query)
-        shapes[prefix + "mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[prefix + "mlp.up_proj.weight"] = (inner, hidden)
-        shapes[prefix + "mlp.down_proj.weight"] = (hidden, inner)
+        mlps = {prefix + "mlp.": inner}
+        if isinstance(spec, MoeModelSpec):
+            shapes[prefix + "mlp.gate.weight"] = (spec.num_experts, hidden)
+            mlps = {
+                f"{prefix}mlp.experts.{expert}.": spec.moe.intermediate_size
+                for expert in range(spec.num_experts)
+            }
+        for mlp, width in mlps.items():
+            shapes[mlp + "gate_proj.weight"] = (width, hidden)
+            shapes[mlp + "up_proj.weight"] = (width, hidden)
+            shapes[mlp + "down_proj.weight"] = (hidden, width)
     return dict(sorted(shapes.items()))

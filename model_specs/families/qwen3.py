@@ -27,19 +27,21 @@ DEFAULT_HEAD_DIM = 128
 """What transformers takes when a config of this family names none."""
 
 
-def _refusals(config: Mapping[str, Any]) -> list[Difference]:
-    refusals = common_refusals(config) + sliding_window_refusals(config)
+def refusals(config: Mapping[str, Any]) -> list[Difference]:
+    """Return the settings of `config` that are not supported."""
+    found = common_refusals(config) + sliding_window_refusals(config)
     if config.get("attention_bias", False):
-        refusals.append(("attention_bias", False, config["attention_bias"]))
-    return refusals
+        found.append(("attention_bias", False, config["attention_bias"]))
+    return found
 
 
-def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
+def facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `ModelSpec` field -> value as `config` states it."""
     bias = bool(config.get("attention_bias", False))
-    facts = config_facts(config, qkv_bias=bias, qk_norm=True)
+    found = config_facts(config, qkv_bias=bias, qk_norm=True)
     if config.get("head_dim") is None:
-        facts["head_dim"] = DEFAULT_HEAD_DIM
-    return facts
+        found["head_dim"] = DEFAULT_HEAD_DIM
+    return found
 
 
 def from_config(config: Mapping[str, Any], path: str) -> ModelSpec:
@@ -48,9 +50,9 @@ def from_config(config: Mapping[str, Any], path: str) -> ModelSpec:
     Raises:
         SpecError: Naming every setting that is missing or not supported.
     """
-    return spec_from_facts("qwen3", path, _facts(config), _refusals(config))
+    return spec_from_facts("qwen3", path, facts(config), refusals(config))
 
 
 def expected_config_differences(spec: ModelSpec, config: Mapping[str, Any]) -> list[Difference]:
     """Return (field, spec's value, config's value) for each that differs or is refused."""
-    return fact_differences(spec, _facts(config), _refusals(config))
+    return fact_differences(spec, facts(config), refusals(config))

@@ -16,7 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engines import numerics
 from engines.contracts import TrainSample
+from engines.numerics import tree_sum
 from engines.provenance.tensor_digest import digest_tensor
 from engines.train.registry import TRAINERS
 from model_specs.run_spec import RunSpec
@@ -40,6 +42,8 @@ class Job:
     """Checkpoint that is written after step 2."""
     keep_to: str | None = None
     """Folder for the tensors of the first update."""
+    mean_over_ranks: bool = False
+    """A mutation: the ranks' gradients are averaged, as data parallelism commonly does."""
 
 
 def made_samples(step: int, *, count: int = 16, vocab_size: int = 101) -> list[TrainSample]:
@@ -78,6 +82,8 @@ def run_job(job: Job, *, rank: int, world_size: int, rendezvous: Path) -> Log:
         threads=1,
     )
     try:
+        if job.mean_over_ranks:
+            numerics.tree_sum = lambda parts: tree_sum(parts) / len(parts)
         if job.load:
             trainer.load(job.load)
         log: Log = {}
@@ -104,6 +110,7 @@ def run_job(job: Job, *, rank: int, world_size: int, rendezvous: Path) -> Log:
         log["wire"] = {name: digest_tensor(name, t) for name, t in trainer.wire_tensors()}
         return log
     finally:
+        numerics.tree_sum = tree_sum
         trainer.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,22 @@ def test_zero_advantages_give_a_zero_gradient_and_change_no_weight(start: Any) -
     assert record.changed_weights == 0
 
 
+def test_only_matrices_are_decayed(start: Any) -> None:
+    """With no gradient at all, what moves is decay: biases and norms must stay."""
+    spec = make_spec("float32", lr=0.25)
+    optimizer = spec.optimizer.model_copy(update={"weight_decay": 0.5})
+    samples = [replace(sample, advantage=0.0) for sample in made_samples()]
+    with start(spec.model_copy(update={"optimizer": optimizer})) as trainer:
+        before = {name: gathered(shard).clone() for name, shard in trainer._shards.items()}
+        trainer.score(samples)
+        trainer.update(samples, step=1, update=0)
+        after = {name: gathered(shard) for name, shard in trainer._shards.items()}
+    for name, weight in before.items():
+        factor = 1 - 0.25 * 0.5 if weight.dim() > 1 else 1.0
+        assert torch.equal(after[name], weight * factor), name
+    assert {weight.dim() for weight in before.values()} == {1, 2}
+
+
 def test_masked_sample_is_scored_but_its_advantage_changes_no_gradient(start: Any) -> None:
     digests = []
     for advantage in (1.0, -2.0):
@@ -325,6 +342,7 @@ def test_what_is_sent_is_the_cast_weights_as_plain_tensors(
         flip = Flip(step=1, probe="sent", element=3, bit=2)
         flipped = trainer.send(version=1, flip=flip)[1]
         assert trainer.weight_digests() == before
+    assert arrived.keys() == masters.keys()
     for name, tensor in arrived.items():
         assert torch.equal(tensor, masters[name].to(getattr(torch, dtype)))
     assert digests == {name: digest_tensor(name, tensor) for name, tensor in arrived.items()}

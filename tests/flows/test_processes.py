@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,14 +71,28 @@ class Watched:
         """Command lines of all members."""
         return [" ".join(member.cmdline()) for member in self.members if member.is_running()]
 
-    def none_is_left(self) -> bool:
-        """Whether all members that were ever seen, and all that carry the mark, have ended."""
-        left = [m for m in self.members if m.is_running() and m.status() != psutil.STATUS_ZOMBIE]
-        return not left and not guard.marked_processes(self.mark)
+    def left(self) -> list[str]:
+        """Members that were ever seen, or carry the mark now, and have not ended."""
+        found = []
+        for member in {*self.members, *guard.marked_processes(self.mark)}:
+            try:
+                if member.is_running() and member.status() != psutil.STATUS_ZOMBIE:
+                    found.append(f"{member.pid} {' '.join(member.cmdline())}")
+            except psutil.NoSuchProcess:
+                continue
+        return found
 
     def end(self) -> Ended:
         """Wait for the driver."""
         return finished(self.process, *self.arguments)
+
+
+def assert_none_is_left(watched: Watched) -> None:
+    """Within the limit all processes of the run have ended."""
+    deadline = time.monotonic() + LIMIT_S
+    while left := watched.left():
+        assert time.monotonic() < deadline, "\n".join(["still there:", *left])
+        time.sleep(0.2)
 
 
 def assert_has_all_kinds(watched: Watched) -> None:
@@ -136,7 +151,7 @@ def test_a_killed_engine_ends_the_run_with_20_and_leaves_no_process(
     assert ended.code == 20, ended
     assert "\nEngineFailure\n" in ended.stdout
     assert "the engine process was lost" in ended.stdout
-    wait_until(watched.none_is_left, seconds=LIMIT_S, what="no process of the run is left")
+    assert_none_is_left(watched)
     assert stranger.poll() is None
     details = read_json(lockstep.runs_dir / "engine-killed" / "verdict.json")
     assert details["verdict"] == "EngineFailure"
@@ -152,6 +167,6 @@ def test_after_kill_9_of_the_driver_no_process_is_left(
     assert_has_all_kinds(watched)
     os.kill(watched.process.pid, signal.SIGKILL)
     assert watched.process.wait(timeout=10) == -signal.SIGKILL
-    wait_until(watched.none_is_left, seconds=LIMIT_S, what="no process of the run is left")
+    assert_none_is_left(watched)
     assert stranger.poll() is None
     assert read_ledger(lockstep.runs_dir / "driver-killed" / "a").last_step >= 2

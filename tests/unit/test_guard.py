@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -117,8 +118,53 @@ def test_nothing_is_ended_while_the_driver_lives(
     assert not any(map(is_gone, children))
 
 
-def test_a_descendant_without_the_mark_is_ended_even_after_its_marked_parent() -> None:
-    """A process that sets its own title may overwrite the environment that others can read."""
+def test_a_hidden_process_that_was_seen_once_is_ended_although_its_parent_went_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    token = uuid.uuid4().hex
+    looked = threading.Event()
+    real = guard.marked_processes
+
+    def spied(asked: str) -> list[psutil.Process]:
+        found = real(asked)
+        if found:
+            looked.set()
+        return found
+
+    monkeypatch.setattr(guard, "marked_processes", spied)
+    monkeypatch.setattr(guard, "GRACE_S", 0.1)
+    read_end, write_end = os.pipe()
+    watcher = threading.Thread(target=guard.watch, args=(read_end, token))
+    with parent_of_a_hidden_child(token) as (parent, child), sleeper() as other:
+        watcher.start()
+        os.write(write_end, b".")
+        assert looked.wait(timeout=30)
+        parent.kill()
+        parent.wait()
+        assert real(token) == [], "by now the child cannot be found any more"
+        assert not is_gone(child)
+        os.close(write_end)
+        watcher.join(timeout=LIMIT_S)
+        assert is_gone(child)
+        assert other.poll() is None
+    os.close(read_end)
+
+
+def test_a_hidden_process_is_ended_even_after_its_marked_parent() -> None:
+    token = uuid.uuid4().hex
+    with parent_of_a_hidden_child(token) as (parent, child):
+        assert {member.pid for member in guard.marked_processes(token)} == {parent.pid, child}
+        guard.end_marked(token)
+        assert is_gone(parent.pid)
+        assert is_gone(child)
+
+
+@contextmanager
+def parent_of_a_hidden_child(token: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A marked process with an unmarked child that does not listen to SIGTERM, and the child's pid.
+
+    So looks a daemon that has overwritten the environment that others can read.
+    """
     deaf = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         "print(flush=True); time.sleep(600)"
@@ -132,7 +178,6 @@ def test_a_descendant_without_the_mark_is_ended_even_after_its_marked_parent() -
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    token = uuid.uuid4().hex
     parent = subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
@@ -142,10 +187,7 @@ def test_a_descendant_without_the_mark_is_ended_even_after_its_marked_parent() -
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     try:
-        assert {member.pid for member in guard.marked_processes(token)} == {parent.pid, child}
-        guard.end_marked(token)
-        assert is_gone(parent.pid)
-        assert is_gone(child)
+        yield parent, child
     finally:
         parent.kill()
         parent.wait()

@@ -80,6 +80,9 @@ class Fsdp2Trainer(GrpoTrainer):
     def _publish(self) -> None:
         """Do nothing: every forward gathers a fresh copy of the masters."""
 
+    def _decoder_layers(self) -> list[torch.nn.Module]:
+        return list(self._model.get_submodule("model.layers").children())
+
     @property
     def _exact_ops(self) -> frozenset[str]:
         return EXACT_OPS

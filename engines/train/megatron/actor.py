@@ -100,6 +100,9 @@ class MegatronTrainer(GrpoTrainer):
     def _storage(self) -> Storage:
         return DistCheckpointing()
 
+    def _decoder_layers(self) -> list[torch.nn.Module]:
+        return list(self._model.get_submodule("decoder.layers").children())
+
     @property
     def _exact_ops(self) -> frozenset[str]:
         return EXACT_OPS

@@ -22,7 +22,13 @@ def matrices(dtype):
 
 def mixture(hidden, router, gate_up, down):
     weights, experts = route(linear(hidden, router), top_k=TOP_K, normalise=True)
-    return expert_mlp(hidden, experts, weights, gate_up, down)
+    return experts_of(hidden, experts, weights, gate_up, down)
+
+
+def experts_of(hidden, experts, weights, gate_up, down):
+    """The op on fused storage: gate rows first."""
+    gate, up = zip(*(matrix.chunk(2) for matrix in gate_up), strict=True)
+    return expert_mlp(hidden, experts, weights, gate, up, down)
 
 
 def gradients(hidden, router, gate_up, down, upstream):
@@ -65,9 +71,10 @@ def test_weights_are_probabilities_largest_first():
 def test_more_experts_a_row_than_there_are_is_refused():
     with pytest.raises(ValueError, match="top_k is 7, but there are 6 experts"):
         route(torch.zeros(2, 6), top_k=7, normalise=True)
-    with pytest.raises(ValueError, match="6 gate_up matrices but 5 down"):
-        expert_mlp(torch.zeros(1, 2), *route(torch.zeros(1, 6), top_k=1, normalise=True)[::-1],
-                   [torch.zeros(2, 2)] * 6, [torch.zeros(2, 1)] * 5)  # fmt: skip
+    weights, experts = route(torch.zeros(1, 6), top_k=1, normalise=True)
+    one = [torch.zeros(2, 2)] * 6
+    with pytest.raises(ValueError, match="6 gate, 6 up and 5 down"):
+        expert_mlp(torch.zeros(1, 2), experts, weights, one, one, one[:5])
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -161,7 +168,7 @@ def test_an_expert_without_a_row_has_a_gradient_of_zeros(dtype, matrices):
     hidden = torch.randn(5, HIDDEN).to(dtype)
     experts = torch.tensor([[0, 1], [1, 0], [0, 2], [2, 1], [1, 2]])
     gate_up, down = ([m.clone().requires_grad_() for m in group] for group in matrices)
-    out = expert_mlp(hidden, experts, torch.full((5, 2), 0.5), gate_up, down)
+    out = experts_of(hidden, experts, torch.full((5, 2), 0.5), gate_up, down)
     out.sum().backward()
     for unused in (gate_up[4], down[5]):
         assert unused.grad is not None
@@ -173,14 +180,14 @@ def test_an_expert_without_a_row_has_a_gradient_of_zeros(dtype, matrices):
 def test_results_are_added_in_slot_order_not_in_order_of_experts(matrices, dtype, same_bits):
     hidden = torch.randn(64, HIDDEN).to(dtype)
     weights, experts = route(torch.randn(64, EXPERTS), top_k=TOP_K, normalise=True)
-    straight = expert_mlp(hidden, experts, weights, *matrices)
+    straight = experts_of(hidden, experts, weights, *matrices)
     total = torch.zeros(64, HIDDEN)
     for slot in range(TOP_K):
         one, alone = torch.ones(64, 1), experts[:, slot : slot + 1]
-        part = expert_mlp(hidden, alone, one, *matrices).float()
+        part = experts_of(hidden, alone, one, *matrices).float()
         scaled = part * weights[:, slot : slot + 1]
         total = scaled if slot == 0 else total + scaled
     assert same_bits(straight, total.to(dtype))
-    turned = expert_mlp(hidden, experts.flip(1), weights.flip(1), *matrices)
+    turned = experts_of(hidden, experts.flip(1), weights.flip(1), *matrices)
     if dtype == torch.float32:
         assert not same_bits(straight, turned)

@@ -74,7 +74,7 @@ def test_the_screening_used_the_recipes_own_template_sampling_and_reward(
     spec: RunSpec, record: dict[str, Any]
 ) -> None:
     assert record["template"] == spec.data.template
-    for part in ("sampling", "reward", "numerics"):
+    for part in ("sampling", "reward"):
         current = getattr(spec, part).model_dump(mode="json")
         recorded = record[part]
         assert recorded == {name: current[name] for name in recorded}

@@ -1,0 +1,244 @@
+"""The layer-wise zero gate: a real vLLM against each trainer, and the comparison by itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines.cluster import Cluster, EngineHandle, gather
+from engines.contracts import SampleRequest, TrainSample
+from engines.gates.layerwise import (
+    ROLLOUT_FILE,
+    TRAINER_FILE,
+    LayerwiseResult,
+    compare_layers,
+    write_states,
+)
+from engines.provenance.verdict import Verdict
+from engines.rollout.group import engine_env
+from engines.train.registry import TRAINERS
+from engines.train.trainer import GrpoTrainer
+from engines.weights.wire import pack
+from model_specs.errors import EngineError
+from model_specs.run_spec import RunSpec
+from tests.engines.trainer_cases import (
+    QWEN2,
+    QWEN3,
+    made_samples,
+    make_spec,
+    started,
+    write_model,
+)
+
+PROMPTS = {"1/train-0/0": 3, "1/train-1/0": 40, "1/train-2/0": 70}
+"""Request id -> prompt tokens: below, across and beyond a tile of 64 positions."""
+
+
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `trainer_env` gives a trainer's process."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+
+
+# The comparison by itself.
+
+
+def states(dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(3, prompt + 2, 8, generator=generator).to(dtype)
+        for name, prompt in PROMPTS.items()
+    }
+
+
+def compared(
+    folder: Path, rollout: dict[str, torch.Tensor], trainer: dict[str, torch.Tensor]
+) -> LayerwiseResult:
+    write_states(folder / ROLLOUT_FILE, rollout)
+    write_states(folder / TRAINER_FILE, trainer)
+    return compare_layers(folder, PROMPTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equal_states_are_aligned_and_every_element_is_counted(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    result = compared(tmp_path, states(dtype), states(dtype))
+    assert result.verdict is Verdict.ALIGNED
+    assert result.num_elements == result.num_exact == 3 * 8 * (3 + 40 + 70 + 6)
+    assert (result.num_prefill_positions, result.num_decode_positions) == (113, 6)
+    assert result.differing_layers == ()
+    json.dumps(result.to_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_first_difference_is_of_the_earliest_layer_not_of_the_first_request(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    changed = states(dtype)
+    changed["1/train-0/0"][2, 0, 0] += 1
+    changed["1/train-2/0"][1, 71, 5] *= -1
+    result = compared(tmp_path, states(dtype), changed)
+    assert result.verdict is Verdict.MISALIGNED
+    assert result.differing_layers == (1, 2)
+    first = result.first
+    assert first is not None
+    assert (first.layer, first.request_id, first.position) == (1, "1/train-2/0", 71)
+    assert (first.phase, first.channel) == ("decode", 5)
+    assert first.rollout == float(states(dtype)["1/train-2/0"][1, 71, 5]) == -first.trainer
+    assert "layer 1, 1/train-2/0 position 71 (decode) channel 5" in result.reason
+    json.dumps(result.to_dict())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_never_equal(value: float, tmp_path: Path) -> None:
+    both = states(torch.float32)
+    both["1/train-1/0"][0, 7, 1] = value
+    result = compared(tmp_path, both, {name: t.clone() for name, t in both.items()})
+    assert result.verdict is Verdict.MISALIGNED
+    assert result.first is not None
+    assert (result.first.position, result.first.phase) == (7, "prefill")
+    json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_a_zero_of_the_other_sign_is_a_difference(tmp_path: Path) -> None:
+    zero, negative = states(torch.bfloat16), states(torch.bfloat16)
+    zero["1/train-0/0"][0, 0, 0], negative["1/train-0/0"][0, 0, 0] = 0.0, -0.0
+    assert compared(tmp_path, zero, negative).verdict is Verdict.MISALIGNED
+
+
+def test_missing_requests_positions_and_layers_are_misaligned_by_name(tmp_path: Path) -> None:
+    whole = states(torch.float32)
+    without = {name: t for name, t in whole.items() if name != "1/train-1/0"}
+    assert "1/train-1/0: trainer has no states" in compared(tmp_path, whole, without).reason
+    shorter = whole | {"1/train-1/0": whole["1/train-1/0"][:, :-1]}
+    result = compared(tmp_path, whole, shorter)
+    assert result.verdict is Verdict.MISALIGNED
+    assert "(3, 42, 8) [layers, positions, hidden], trainer float32 (3, 41, 8)" in (
+        result.reason.replace("uint32", "float32")
+    )
+    fewer = whole | {"1/train-1/0": whole["1/train-1/0"][:2]}
+    assert compared(tmp_path, whole, fewer).verdict is Verdict.MISALIGNED
+
+
+def test_without_decoded_positions_it_is_vacuous(tmp_path: Path) -> None:
+    only_prompts = {name: t[:, : PROMPTS[name]] for name, t in states(torch.float32).items()}
+    result = compared(tmp_path, only_prompts, dict(only_prompts))
+    assert result.verdict is Verdict.VACUOUS
+    assert "113 prefill and 0 decode" in result.reason
+
+
+def test_a_file_that_was_not_written_is_an_error(tmp_path: Path) -> None:
+    write_states(tmp_path / ROLLOUT_FILE, states(torch.float32))
+    with pytest.raises(EngineError, match=r"trainer\.safetensors is missing"):
+        compare_layers(tmp_path, PROMPTS)
+
+
+# Real engines.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A vLLM engine on a tiny model, without weights until it is pushed some."""
+
+    spec: RunSpec
+    folder: Path
+    handle: EngineHandle
+
+    def push(self, trainer: GrpoTrainer) -> None:
+        buckets = list(pack(trainer.wire_tensors(), bucket_mib=1))
+        gather([self.handle.call("receive", buckets, version=0)], what="receive")
+
+    def compare(self, trainer: GrpoTrainer, folder: Path) -> LayerwiseResult:
+        requests = [
+            SampleRequest(
+                request_id=name,
+                prompt_id=name.split("/")[1],
+                sample_index=0,
+                prompt_token_ids=tuple((7 * k + length) % 100 for k in range(length)),
+                seed=length,
+            )
+            for name, length in PROMPTS.items()
+        ]
+        reference = self.handle.call("layer_states", requests, folder=str(folder))
+        (samples,) = gather([reference], what="layer states")
+        drawn = [
+            TrainSample(
+                request_id=sample.request_id,
+                prompt_token_ids=sample.prompt_token_ids,
+                token_ids=sample.token_ids,
+            )
+            for sample in samples
+        ]
+        assert sum(len(sample.token_ids) for sample in drawn) > 2 * len(drawn)
+        trainer.layer_states(drawn, folder=str(folder))
+        return compare_layers(folder, {s.request_id: len(s.prompt_token_ids) for s in drawn})
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Rollout]]:
+    """Qwen2 in float32 and Qwen3 in bfloat16, one process each."""
+    with Cluster("test-layerwise", num_cpus=2, object_store_mib=100) as cluster:
+        made = {}
+        for dtype, model in (("float32", QWEN2), ("bfloat16", QWEN3)):
+            spec = make_spec(dtype, model=model)
+            folder = write_model(tmp_path_factory.mktemp(dtype), model)
+            handle = cluster.start(dtype, env=engine_env(spec))
+            made[dtype] = Rollout(spec=spec, folder=folder, handle=handle)
+        engine = "engines.rollout.vllm_engine:VllmEngine"
+        gather(
+            [
+                r.handle.actor.create.remote(engine, str(r.folder / "hf"), r.spec.model_dump_json())
+                for r in made.values()
+            ],
+            what="start",
+            timeout_s=500,
+        )
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", sorted(TRAINERS))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_layer_of_vllm_is_bitwise_that_of_the_trainer_over_three_updates(
+    dtype: str, trainer: str, rollouts: dict[str, Rollout], tmp_path: Path
+) -> None:
+    rollout = rollouts[dtype]
+    spec = rollout.spec.model_copy(update={"trainer": trainer})
+    with started(spec, rollout.folder, tmp_path) as running:
+        for step in range(4):
+            if step:
+                samples = made_samples(seed=step)
+                running.score(samples)
+                running.update(samples, step=step, update=0)
+            rollout.push(running)
+            result = rollout.compare(running, tmp_path / str(step))
+            assert result.verdict is Verdict.ALIGNED, (step, result.reason)
+            assert result.num_layers == 2
+            assert result.num_prefill_positions == sum(PROMPTS.values())
+            assert result.num_exact == result.num_elements > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", sorted(TRAINERS))
+def test_one_element_of_one_weight_is_named_by_its_layer(
+    trainer: str, rollouts: dict[str, Rollout], tmp_path: Path
+) -> None:
+    """The control: the trainer changes after the push, in the second layer alone."""
+    rollout = rollouts["bfloat16"]
+    spec = rollout.spec.model_copy(update={"trainer": trainer})
+    with started(spec, rollout.folder, tmp_path) as running:
+        rollout.push(running)
+        running._shards["model.layers.1.mlp.down_proj.weight"].local[3, 5] += 0.5
+        running._publish()
+        result = rollout.compare(running, tmp_path / "changed")
+    assert result.verdict is Verdict.MISALIGNED
+    assert result.differing_layers == (1,)
+    assert result.first is not None
+    assert (result.first.layer, result.first.channel) == (1, 3)
+    assert result.num_exact < result.num_elements
