@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from engines import prompt_filter
 from engines.contracts import Prompt, PromptSet
 from engines.provenance.lock import read_lock
-from engines.runs import read_spec
+from engines.runs import read_json, read_spec
 from model_specs.errors import ArtifactError, DivergedError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import FilterSpec
 from tasks import filter_prompts, train
+from tests.flows.command_line import SHORT, CommandLine
 from tests.flows.conftest import Runner, ledger
 
 BAND = ("filter.low=0.1", "filter.high=0.9", "filter.threshold=0.1", "filter.candidates=24")
@@ -111,9 +113,24 @@ def test_a_resumed_leg_takes_what_is_recorded_and_a_changed_record_is_red(runner
             filter_prompts.filter_prompts.fn(opened.name, runner.weights)
 
 
-def samples(folder: object) -> list[dict[str, object]]:
-    """Rows of a leg's samples."""
-    from pathlib import Path
+@pytest.mark.slow
+def test_a_twin_with_a_filter_is_identical_and_can_be_resumed(lockstep: CommandLine) -> None:
+    changes = (*BAND, "plan.num_steps=2", "plan.checkpoint_every=1", "sampling.oversample=2")
+    flags = [part for change in changes for part in ("--set", change)]
+    ended = lockstep("run", "tiny_cpu", "--twin", "--run-id", "filtered", *flags, *SHORT)
+    assert ended.code == 0, ended
+    folder = lockstep.runs_dir / "filtered"
+    kept = [read_json(folder / leg / "filter.json") for leg in "ab"]
+    assert kept[0] == kept[1]
+    ended = lockstep("resume", "filtered@1", "--set", "plan.num_steps=3")
+    assert ended.code == 0, ended
+    assert [line.step for line in ledger(folder / "a").lines] == [0, 1, 2, 3]
+    assert read_json(folder / "a" / "filter.json") == kept[0]
+    resumed, twin = ledger(folder / "a").lines[2], ledger(folder / "b").lines[2]
+    assert resumed.chain == twin.chain
 
-    text = (Path(str(folder)) / "samples.jsonl").read_text(encoding="utf-8")
+
+def samples(folder: Path) -> list[dict[str, object]]:
+    """Rows of a leg's samples."""
+    text = (folder / "samples.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from engines.metrics import unknown_metrics
 from engines.provenance.ledger import read_ledger
 from engines.runs import read_json
 from tests.flows.command_line import CommandLine, Ended
@@ -48,6 +49,7 @@ def test_a_stock_run_measures_a_mismatch_and_claims_no_alignment(
         for line in lines[1:]:
             assert line.violations == ()
             metrics = line.metrics
+            assert unknown_metrics(metrics) == ()
             assert metrics["mismatch/abs_diff/max"] > 0.0
             assert metrics["mismatch/abs_diff/max"] == metrics["gate/logprob_abs_diff/max"]
             assert 0.0 < metrics["mismatch/k3"] < 0.1
