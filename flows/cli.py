@@ -71,7 +71,7 @@ def run(
     from flows import run_request
 
     asked = {**run_request.request_source(recipe), "overrides": run_request.as_overrides(set_)}
-    place = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
+    place: dict[str, Any] = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
     if twin:
         from flows.nightly import nightly
 

@@ -9,6 +9,7 @@ run nothing is written.
 from __future__ import annotations
 
 import logging
+from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext, TaskRunContext
@@ -27,9 +28,11 @@ def show_progress(opened: LegSession, *, step: int) -> None:
     text = f"leg {opened.leg}: step {step} of {steps}"
     try:
         if opened.progress_artifact is None:
-            opened.progress_artifact = create_progress_artifact(
+            created = create_progress_artifact(
                 key=f"progress-{opened.leg}", progress=percent, description=text
             )
+            assert isinstance(created, UUID)  # here, outside of an event loop
+            opened.progress_artifact = created
         else:
             update_progress_artifact(opened.progress_artifact, progress=percent, description=text)
     except Exception as error:  # what is for looking must never end a run
