@@ -17,8 +17,9 @@ def convert(session_name: str, model: ArtifactRef) -> ArtifactRef:
     """
     opened = session(session_name)
     target = opened.folder / "dcp"
-    function = "digest_dcp_model" if target.is_dir() else "convert_hf_to_dcp"
-    arguments = (target,) if target.is_dir() else (model.uri, target)
+    opened.stage_reused = target.is_dir()
+    function = "digest_dcp_model" if opened.stage_reused else "convert_hf_to_dcp"
+    arguments = (target,) if opened.stage_reused else (model.uri, target)
     (digests,) = gather(
         [
             opened.trainer_hosts[0].run(

@@ -31,6 +31,7 @@ def download(session_name: str) -> Inputs:
     """
     opened = session(session_name)
     spec = opened.spec
+    opened.stage_reused = (opened.folder / "model").is_dir()
     host = opened.trainer_hosts[0]
     is_hub = parse_hub(spec.model.path) is not None
     if is_hub:  # in a process of its own: those of the engines are kept off the network
@@ -62,7 +63,8 @@ def download(session_name: str) -> Inputs:
         }
     )
     write_spec(opened.folder, opened.spec)
-    write_spec(opened.run_dir, opened.spec)
+    if spec.model.weights_digest is None:  # the first leg resolves the run's spec
+        write_spec(opened.run_dir, opened.spec)
     file = data_file(data.folder, split=spec.data.split)
     return Inputs(
         model=ArtifactRef(uri=model.folder, kind="model", digest=model.digest),

@@ -1,4 +1,4 @@
-"""The verdict as a Prefect artifact: a short Markdown page and the stage table."""
+"""The verdict for people: Prefect artifacts, and report.md and report.html in the run folder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from prefect.context import FlowRunContext
 
 from engines.runs import legs, read_json
 from tasks.compare import Outcome
+from tasks.html_report import render
 
 
 def publish(folder: Path, outcome: Outcome, *, mlflow_page: str | None = None) -> None:
-    """Attach `verdict`, `stages` and `mlflow` to the current flow run, and write report.md.
+    """Attach `verdict`, `stages` and `mlflow` to the current flow run, and write both pages.
 
     Args:
         folder: The run folder.
@@ -28,6 +29,7 @@ def publish(folder: Path, outcome: Outcome, *, mlflow_page: str | None = None) -
     """
     text = markdown(outcome.details)
     (folder / "report.md").write_text(text, encoding="utf-8")
+    (folder / "report.html").write_text(render(folder, outcome.details), encoding="utf-8")
     if FlowRunContext.get() is None:
         return
     create_markdown_artifact(key="verdict", markdown=text, description=outcome.headline)

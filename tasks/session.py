@@ -49,6 +49,8 @@ class LegSession:
     trainer: TrainerGroup | None = None
     rollout: RolloutGroup | None = None
     prompts: PromptSet | None = None
+    stage_reused: bool = False
+    """Set by a stage that found its output in the leg's folder; its lock row says so."""
     environment: str = ""
     """Fingerprint of the engines' environment; empty before they have started."""
     gates: dict[str, Any] = field(default_factory=dict)

@@ -63,6 +63,7 @@ def _record(
     session_name = args[0] if args else kwargs["session_name"]
     opened = session(session_name)
     opened.fence.check()
+    reused, opened.stage_reused = opened.stage_reused, False
     append_row(
         opened.folder,
         LockRow(
@@ -72,7 +73,7 @@ def _record(
             outputs=dict(_artifacts(result)),
             trajectory=trajectory_fingerprint(opened.spec),
             attempt=opened.fence.token,
-            cached=False,
+            cached=reused,
             environment=opened.environment,
             ambient={"started_at": started, "seconds": round(time.time() - started, 3)},
         ),

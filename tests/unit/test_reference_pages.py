@@ -86,7 +86,8 @@ def test_what_is_out_of_scope_is_refused_by_its_name_and_reason(name: str) -> No
 
 def commands(page: Path) -> list[list[str]]:
     """The `lockstep run RECIPE` commands of a page that need no file of the reader's."""
-    found = re.findall(r"^lockstep run .*$", page.read_text(encoding="utf-8"), re.M)
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.findall(r"^lockstep run .*$", text, re.M)
     placeholders = ("MODEL_DIR", "train.jsonl", "my_pkg", "FILE.py", "my_recipe", "_DIR")
     return [shlex.split(c) for c in found if not any(word in c for word in placeholders)]
 
