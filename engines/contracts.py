@@ -34,7 +34,9 @@ class ArtifactRef:
     """A file or folder by place, kind and content."""
 
     uri: str
-    kind: Literal["model", "data", "evals", "dcp", "checkpoint", "export", "ledger", "report"]
+    kind: Literal[
+        "model", "data", "evals", "prompts", "dcp", "checkpoint", "export", "ledger", "report"
+    ]
     digest: str
 
 
@@ -91,7 +93,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """What the trainer is given of a sample: never the rollout's log-probs."""
+    """What the trainer is given of a sample: in aligned mode never the rollout's log-probs."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -100,6 +102,8 @@ class TrainSample:
     """float32 value."""
     masked: bool = False
     """Left out of the loss (a truncated sample under `loss.mask_truncated`), still scored."""
+    rollout_logprobs: tuple[float, ...] = ()
+    """float32 values, the behaviour policy of `loss.tis_clip`; empty everywhere else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

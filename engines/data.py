@@ -187,16 +187,20 @@ def _order(num_prompts: int, root: int, epoch: int, *, shuffle: bool) -> tuple[i
 
 
 def prompt_order(num_prompts: int, spec: RunSpec, step: int) -> tuple[int, ...]:
-    """Return the indices of the prompts of `step` (from 1), `data.prompts_per_step` distinct ones.
+    """Return the indices of the prompts that `step` (from 1) draws, all distinct.
+
+    They are `data.prompts_per_step` times `sampling.oversample`.
 
     Raises:
         SpecError: When there are fewer prompts than one step needs, or `step` is below 1.
     """
-    per_step, root, shuffle = spec.data.prompts_per_step, spec.seeds.root, spec.data.shuffle
+    per_step, root, shuffle = spec.prompts_drawn_per_step, spec.seeds.root, spec.data.shuffle
     if num_prompts < per_step:
         raise SpecError(
-            f"the data set has {num_prompts} usable prompts but data.prompts_per_step={per_step}; "
-            "lower it, raise data.max_prompt_tokens, or name more prompts"
+            f"the data set has {num_prompts} usable prompts but a step draws {per_step} "
+            f"(data.prompts_per_step={spec.data.prompts_per_step} times sampling.oversample="
+            f"{spec.sampling.oversample}); lower one of them, raise data.max_prompt_tokens, "
+            "name more prompts, or widen the filter's band"
         )
     if step < 1:
         raise SpecError(f"step {step} has no prompts: steps are counted from 1")

@@ -31,6 +31,8 @@ from engines.contracts import (
 from engines.data import prompt_order
 from engines.faults import choose_name, flip_float32, flip_int
 from engines.gates.logprobs import StepGate, compare_logprobs
+from engines.gates.mismatch import mismatch_metrics
+from engines.group_selection import Selection, select_groups
 from engines.provenance.digest import digest_floats, digest_tokens
 from engines.rewards import metadata_of, score_samples
 from engines.seeds import derive_seed
@@ -77,7 +79,7 @@ class DrawnStep:
     rewards: tuple[float, ...]
     """One a sample, float32 values."""
     advantages: tuple[float, ...]
-    """One a sample, float32 values."""
+    """One a sample that is trained on (`engines.group_selection`), float32 values."""
     groups_with_variance: int
 
 
@@ -156,18 +158,20 @@ def draw_step(
     clock = clock or _Clock()
     chosen = [prompts.prompts[i] for i in prompt_order(len(prompts.prompts), spec, step)]
     requests = sample_requests(chosen, spec, step)
-    samples = _flip_samples(tuple(rollout.generate(requests)), flip)
+    drawn = _flip_samples(tuple(rollout.generate(requests)), flip)
     clock.lap("perf/generate_s")
     labels = {prompt.prompt_id: prompt.label for prompt in chosen}
-    scored = score_samples(samples, labels, spec.reward, metadata=metadata_of(chosen))
-    rewards = _flip_values(scored, samples, flip, "rewards")
-    advantages = _advantages(rewards, spec, step)
+    scored = score_samples(drawn, labels, spec.reward, metadata=metadata_of(chosen))
+    rewards = _flip_values(scored, drawn, flip, "rewards")
+    kept = _selection(rewards, spec).samples(spec.sampling.samples_per_prompt)
+    samples = [drawn[index] for index in kept]
+    advantages = _advantages([rewards[index] for index in kept], spec, step)
     advantage_values = _flip_values(advantages.values, samples, flip, "advantages")
     clock.lap("perf/reward_s")
     return DrawnStep(
         step=step,
         prompts=tuple(chosen),
-        samples=samples,
+        samples=drawn,
         rewards=tuple(rewards),
         advantages=advantage_values,
         groups_with_variance=advantages.groups_with_variance,
@@ -191,15 +195,23 @@ def train_step(
     received.
     """
     clock = clock or _Clock()
-    step, samples = drawn.step, drawn.samples
+    step = drawn.step
+    kept = _selection(drawn.rewards, spec).samples(spec.sampling.samples_per_prompt)
+    samples = [drawn.samples[index] for index in kept]
     train_samples = _train_samples(samples, drawn.advantages, spec)
     commit(step, "train_logprobs", trainer.score(train_samples, flip=flip))
     scores = trainer.scores()
     clock.lap("perf/score_s")
     gate = compare_logprobs(step, samples, scores)
-    values = _sample_values(drawn, scores)
-    rows = _table(drawn, gate)
-    metrics = {**rollout_metrics(drawn, spec), **_gate_metrics(gate)}
+    by_id = dict(zip((s.request_id for s in samples), drawn.advantages, strict=True))
+    values = _sample_values(drawn, by_id, scores)
+    rows = _table(drawn, by_id, gate)
+    metrics = {
+        **rollout_metrics(drawn, spec),
+        **_gate_metrics(gate),
+        **mismatch_metrics(samples, scores, tis_clip=spec.loss.tis_clip),
+    }
+    train_samples = _with_behaviour(train_samples, samples, spec)
     clock.lap("perf/gate_s")
 
     first_digests = _sample_digests(values)
@@ -211,7 +223,8 @@ def train_step(
         record = trainer.update(batch, step=step, update=update, flip=flip, keep_to=keep)
         clock.lap("perf/update_s")
         digests = {**(first_digests if update == 0 else {}), **record.digests}
-        violations = gate.violations() if update == 0 else ()
+        on_report = spec.plan.gates.logprobs == "report"
+        violations = gate.violations(on_report=on_report) if update == 0 else ()
         if update == num_updates - 1:
             pushed, unequal = _pushed(trainer, rollout, version=step, flip=flip, keep=keep)
             digests |= pushed
@@ -288,11 +301,22 @@ def _pushed(
     return {"sent": sent, "received": received}, unequal
 
 
+def _selection(rewards: Sequence[float], spec: RunSpec) -> Selection:
+    """Which groups are trained on: a function of the rewards alone."""
+    return select_groups(_groups(rewards, spec), wanted=spec.data.prompts_per_step)
+
+
+def _groups(rewards: Sequence[float], spec: RunSpec) -> list[Sequence[float]]:
+    """Rewards prompt by prompt."""
+    size = spec.sampling.samples_per_prompt
+    return [rewards[first : first + size] for first in range(0, len(rewards), size)]
+
+
 def _advantages(rewards: Sequence[float], spec: RunSpec, step: int) -> Advantages:
-    group = spec.sampling.samples_per_prompt
-    groups = [rewards[i : i + group] for i in range(0, len(rewards), group)]
     return group_advantages(
-        groups, spec.loss, seed=derive_seed(spec.seeds.root, "advantage_transform", step)
+        _groups(rewards, spec),
+        spec.loss,
+        seed=derive_seed(spec.seeds.root, "advantage_transform", step),
     )
 
 
@@ -308,6 +332,18 @@ def _train_samples(
             masked=spec.loss.mask_truncated and sample.finish_reason == "length",
         )
         for sample, advantage in zip(samples, advantages, strict=True)
+    )
+
+
+def _with_behaviour(
+    train_samples: Sequence[TrainSample], samples: Sequence[Sample], spec: RunSpec
+) -> tuple[TrainSample, ...]:
+    """After the blind score: give the rollout's log-probs to a loss that corrects by them."""
+    if spec.loss.tis_clip is None:
+        return tuple(train_samples)
+    return tuple(
+        replace(train_sample, rollout_logprobs=sample.logprobs)
+        for train_sample, sample in zip(train_samples, samples, strict=True)
     )
 
 
@@ -354,9 +390,15 @@ def _check_element(flip: Flip, length: int) -> None:
 
 
 def _sample_values(
-    drawn: DrawnStep, scores: Mapping[str, Sequence[float]]
+    drawn: DrawnStep,
+    advantages: Mapping[str, float],
+    scores: Mapping[str, Sequence[float]],
 ) -> dict[str, dict[str, list[Any]]]:
-    """Probe -> name -> values, in the shape that the ledger's side file keeps."""
+    """Probe -> name -> values, in the shape that the ledger's side file keeps.
+
+    What was drawn is there whether it is trained on or not; advantages and train log-probs are
+    those of the samples that are.
+    """
     samples = drawn.samples
     ids = [sample.request_id for sample in samples]
     return {
@@ -364,7 +406,7 @@ def _sample_values(
         "tokens": {sample.request_id: list(sample.token_ids) for sample in samples},
         "rollout_logprobs": {sample.request_id: list(sample.logprobs) for sample in samples},
         "rewards": {name: [value] for name, value in zip(ids, drawn.rewards, strict=True)},
-        "advantages": {name: [value] for name, value in zip(ids, drawn.advantages, strict=True)},
+        "advantages": {name: [advantages[name]] for name in ids if name in advantages},
         "train_logprobs": {name: list(scores[name]) for name in ids if name in scores},
     }
 
@@ -381,7 +423,9 @@ def _sample_digests(values: Values) -> dict[str, dict[str, str]]:
     }
 
 
-def _table(drawn: DrawnStep, gate: StepGate) -> tuple[Mapping[str, Any], ...]:
+def _table(
+    drawn: DrawnStep, advantages: Mapping[str, float], gate: StepGate
+) -> tuple[Mapping[str, Any], ...]:
     by_id = {prompt.prompt_id: prompt for prompt in drawn.prompts}
     return tuple(
         {
@@ -392,32 +436,33 @@ def _table(drawn: DrawnStep, gate: StepGate) -> tuple[Mapping[str, Any], ...]:
             "completion": sample.text,
             "label": by_id[sample.prompt_id].label,
             "reward": reward,
-            "advantage": advantage,
+            "advantage": advantages.get(sample.request_id, 0.0),
+            "used": sample.request_id in advantages,
             "length": len(sample.token_ids),
             "finish_reason": sample.finish_reason,
             "worst_logprob_diff": gate.worst_by_request.get(sample.request_id, math.nan),
         }
-        for sample, reward, advantage in zip(
-            drawn.samples, drawn.rewards, drawn.advantages, strict=True
-        )
+        for sample, reward in zip(drawn.samples, drawn.rewards, strict=True)
     )
 
 
 def rollout_metrics(drawn: DrawnStep, spec: RunSpec) -> dict[str, float]:
-    """Metric name -> value of what was drawn and rewarded: `reward/*` and `rollout/*`."""
+    """Metric name -> value of all that was drawn and rewarded, trained on or not."""
     rewards, samples = drawn.rewards, drawn.samples
+    selection = _selection(drawn.rewards, spec)
     mean = math.fsum(rewards) / len(rewards)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)
     lengths = [len(sample.token_ids) for sample in samples]
     truncated = sum(sample.finish_reason == "length" for sample in samples)
-    num_groups = spec.data.prompts_per_step
+    equal_groups = selection.num_drawn - selection.num_with_variance
     return {
         "reward/mean": mean,
         "reward/std": math.sqrt(variance),
-        "reward/zero_std_groups": float(num_groups - drawn.groups_with_variance),
+        "reward/zero_std_groups": float(equal_groups),
         "rollout/response_length/mean": sum(lengths) / len(lengths),
         "rollout/response_length/max": float(max(lengths)),
         "rollout/truncated_ratio": truncated / len(samples),
+        **(selection.metrics() if spec.sampling.oversample > 1 else {}),
     }
 
 

@@ -112,7 +112,7 @@ def _drawn(content: Mapping[str, Any]) -> DrawnStep:
         advantages=tuple(decode_value(value) for value in content["advantages"]),
         groups_with_variance=content["groups_with_variance"],
     )
-    if not len(drawn.samples) == len(drawn.rewards) == len(drawn.advantages):
+    if not len(drawn.samples) == len(drawn.rewards) >= len(drawn.advantages):
         raise ValueError(
             f"{len(drawn.samples)} samples, {len(drawn.rewards)} rewards and "
             f"{len(drawn.advantages)} advantages"

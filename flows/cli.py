@@ -76,20 +76,26 @@ def run(
         return dry.show_plan(recipe, set_, twin=twin, as_json=json)
     dry.check(recipe, set_, inject_flip)
     prepare_process(json)
-    common = {"recipe": recipe, "overrides": set_, "runs_dir": str(runs_dir), "run_id": run_id}
+    from flows import run_request
+
+    asked = {**run_request.request_source(recipe), "overrides": run_request.as_overrides(set_)}
+    place: dict[str, Any] = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
     if twin:
         from flows.nightly import nightly
 
-        return finish(lambda: nightly(**common, inject_flip=inject_flip, return_state=True), json)
+        flip = run_request.flip_request(inject_flip)
+        wanted = run_request.NightlyRequest(**asked, inject_flip=flip)
+        return finish(lambda: nightly(wanted, **place), json)
     if rollout_only or train_only is not None:
         from flows import halves
 
+        common = {"recipe": recipe, "overrides": set_, **place}
         if train_only is None:
-            return finish(lambda: halves.rollout_only(**common, return_state=True), json)
-        return finish(lambda: halves.train_only(str(train_only), **common, return_state=True), json)
+            return finish(lambda: halves.rollout_only(**common), json)
+        return finish(lambda: halves.train_only(str(train_only), **common), json)
     from flows.train import train
 
-    return finish(lambda: train(**common, return_state=True), json)
+    return finish(lambda: train(run_request.TrainRequest(**asked), **place), json)
 
 
 @app.command

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 from prefect import flow
-from prefect.states import Completed, Failed, State
+from prefect.states import State
 
 from engines import runs
+from flows.conclusion import final_state
 from tasks import compare as comparison_tasks
 
 
@@ -27,8 +28,7 @@ def compare(run_a: str, run_b: str, across: tuple[str, ...] = (), runs_dir: str 
     """
     sides = [runs.open_leg(name, Path(runs_dir)) for name in (run_a, run_b)]
     found = comparison_tasks.compare_folders(*sides, across=across)
-    make = Completed if found.verdict.is_green else Failed
-    return make(name=str(found.verdict), message=found.headline, data=found.to_dict())
+    return final_state(found.verdict, headline=found.headline, details=found.to_dict())
 
 
 if __name__ == "__main__":

@@ -24,7 +24,11 @@ ERR = Console(highlight=False, soft_wrap=True, markup=False, emoji=False, stderr
 
 def show_outcome(state: Any, *, as_json: bool) -> int:
     """Print how a flow run ended; returns the exit code of its verdict."""
+    from flows.conclusion import RedVerdictError  # `diff` and `show` load no Prefect
+
     details = state.result(raise_on_failure=False)
+    if isinstance(details, RedVerdictError):
+        details = details.details
     if isinstance(details, LockstepError):
         raise details
     if not isinstance(details, Mapping):

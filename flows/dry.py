@@ -39,6 +39,7 @@ def stage_plan(spec: RunSpec, *, twin: bool) -> list[str]:
     rows = []
     for leg in ("a", "b") if twin else ("a",):
         rows += [f"{leg} download", f"{leg} convert", f"{leg} engines", f"{leg} preflight"]
+        rows += [f"{leg} filter"] if spec.filter is not None else []
         start = 0
         for stop in segment_stops(spec.plan, 0):
             rows += [f"{leg} train {start + 1}-{stop}", f"{leg} checkpoint {stop}"]

@@ -15,7 +15,17 @@ from engines.provenance.verdict import Verdict
 from engines.rollout_dump import RolloutDump
 from model_specs.errors import DivergedError, EngineError, LockstepError, UnsupportedError
 from model_specs.run_spec import GatePlan, RunSpec
-from tasks import checkpoint, convert, download, export, gates, replay, tracking, train
+from tasks import (
+    checkpoint,
+    convert,
+    download,
+    export,
+    filter_prompts,
+    gates,
+    replay,
+    tracking,
+    train,
+)
 from tasks.compare import LegResult
 from tasks.session import leg_session
 
@@ -59,15 +69,23 @@ def _failed(leg: str, error: LockstepError, *, last_step: int) -> LegResult:
     )
 
 
+def _start(name: str, spec: RunSpec) -> tuple[download.Inputs, ArtifactRef]:
+    """Bring a session to where it can draw: inputs, converted weights, engines, its prompts."""
+    inputs = download.download(name)
+    weights = convert.convert(name, inputs.model)
+    train.start_engines(name, inputs.model, inputs.data, weights, inputs.evals)
+    gates.preflight(name)
+    if spec.filter is not None:
+        filter_prompts.filter_prompts(name, weights)
+    return inputs, weights
+
+
 def _run_leg(
     spec: RunSpec, run: runs.Run, leg: str, *, resume_step: int, flip: Flip | None
 ) -> LegResult:
     with leg_session(spec, run_dir=run.folder, leg=leg, fence=run.fence, flip=flip) as session:
         name = session.name
-        inputs = download.download(name)
-        weights = convert.convert(name, inputs.model)
-        train.start_engines(name, inputs.model, inputs.data, weights, inputs.evals)
-        gates.preflight(name)
+        inputs, weights = _start(name, spec)
         step = session.start_from = resume_step or spec.start_step
         if resume_step:
             state = runs.checkpoints(session.folder)[resume_step]
@@ -90,10 +108,7 @@ def gate_leg(spec: RunSpec, run: runs.Run, source: Path) -> LegResult:
     step, found = runs.checkpoint_at(source, None)
     with leg_session(spec, run_dir=run.folder, leg="a", fence=run.fence) as session:
         name = session.name
-        inputs = download.download(name)
-        weights = convert.convert(name, inputs.model)
-        train.start_engines(name, inputs.model, inputs.data, weights)
-        gates.preflight(name)
+        inputs, _ = _start(name, spec)
         train.load_state(name, found, step=step)
         exported = export.export(name, found, inputs.model)
         gates.controls(name, exported)
@@ -118,9 +133,7 @@ def segment_leg(
     try:
         with leg_session(scratch, run_dir=run.folder, leg="a", fence=run.fence) as session:
             name = session.name
-            inputs = download.download(name)
-            weights = convert.convert(name, inputs.model)
-            train.start_engines(name, inputs.model, inputs.data, weights)
+            _, weights = _start(name, scratch)
             segment = train.train_segment(
                 name, start or weights, start_step=start_step, to_step=to_step
             )
@@ -133,9 +146,7 @@ def rollout_leg(spec: RunSpec, run: runs.Run) -> tuple[Path, ...]:
     """Draw and reward all steps at the weights that the run begins with; return the dumps."""
     with leg_session(spec, run_dir=run.folder, leg="a", fence=run.fence) as session:
         name = session.name
-        inputs = download.download(name)
-        weights = convert.convert(name, inputs.model)
-        train.start_engines(name, inputs.model, inputs.data, weights)
+        _start(name, spec)
         return replay.draw_steps(name)
 
 

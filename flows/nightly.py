@@ -16,35 +16,29 @@ from engines.faults import parse_flip
 from engines.seeds import derive_seed
 from flows.conclusion import conclude
 from flows.legs import run_leg
+from flows.run_request import NightlyRequest, run_name
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
 from tasks import compare
 
 
-@flow(name="nightly", flow_run_name="nightly-{recipe}")
-def nightly(
-    recipe: str = "tiny_cpu",
-    overrides: tuple[str, ...] = (),
-    inject_flip: str | None = None,
-    runs_dir: str = "runs",
-    run_id: str | None = None,
-) -> State:
+@flow(name="nightly", flow_run_name=run_name)
+def nightly(request: NightlyRequest, runs_dir: str = "runs", run_id: str | None = None) -> State:
     """Run legs a and b from nothing, compare them, and end in a state named by the verdict.
 
     Args:
-        recipe: Name of a shipped recipe.
-        overrides: Changes of spec fields, each `key=value`.
-        inject_flip: Flip one bit of a live value in leg b, for example `step=3,probe=grads`.
+        request: Recipe, overrides, and a bit to be flipped in leg b.
         runs_dir: Folder that holds run folders.
         run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
     """
-    spec = apply_overrides(load_recipe(recipe), overrides)
-    flip = parse_flip(inject_flip) if inject_flip else None
+    spec = apply_overrides(load_recipe(request.source), request.assignments)
+    flip = parse_flip(request.inject_flip.as_text()) if request.inject_flip else None
     require_disk(disk_need(spec, start_step=0, num_legs=2), runs_dir)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     leg_a = run_leg(spec, run, "a")
-    # Resolved by leg a: a branch on a hub that moves meanwhile must not reach leg b.
+    # Resolved by leg a: a branch on a hub that moves meanwhile must not reach leg b, and what the
+    # filter kept must be found again.
     resolved = runs.read_spec(run.folder)
     leg_b = run_leg(shuffled(resolved, "b"), run, "b", flip=flip)
     if not (leg_a.chain_digest and leg_b.chain_digest):
@@ -61,4 +55,4 @@ def shuffled(spec: RunSpec, leg: str) -> RunSpec:
 
 
 if __name__ == "__main__":
-    nightly()
+    nightly(NightlyRequest(recipe="tiny_cpu"))

@@ -10,28 +10,23 @@ from pathlib import Path
 from prefect import flow
 
 from engines import runs
+from flows.run_request import Request, run_name
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from tasks import convert, download
 from tasks.session import leg_session
 
 
-@flow(name="prepare", flow_run_name="prepare-{recipe}")
-def prepare(
-    recipe: str = "tiny_cpu",
-    overrides: tuple[str, ...] = (),
-    runs_dir: str = "runs",
-    run_id: str | None = None,
-) -> str:
+@flow(name="prepare", flow_run_name=run_name)
+def prepare(request: Request, runs_dir: str = "runs", run_id: str | None = None) -> str:
     """Materialise and convert a recipe's inputs; returns the run folder that holds them.
 
     Args:
-        recipe: Name of a shipped recipe.
-        overrides: Changes of spec fields, each `key=value`.
+        request: Recipe and overrides.
         runs_dir: Folder that holds run folders.
         run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
     """
-    spec = apply_overrides(load_recipe(recipe), overrides)
+    spec = apply_overrides(load_recipe(request.source), request.assignments)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     with leg_session(spec, run_dir=run.folder, leg="a", fence=run.fence) as session:
         inputs = download.download(session.name)
@@ -40,4 +35,4 @@ def prepare(
 
 
 if __name__ == "__main__":
-    prepare()
+    prepare(Request(recipe="tiny_cpu"))

@@ -14,6 +14,7 @@ from engines import runs
 from engines.checkpoint.retention import disk_need, require_disk
 from flows.conclusion import conclude
 from flows.legs import run_leg
+from flows.run_request import TrainRequest, run_name
 from model_specs.errors import SpecError
 from model_specs.fingerprint import spec_differences
 from model_specs.overrides import apply_overrides
@@ -21,22 +22,19 @@ from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
 
 
-@flow(name="train", flow_run_name="train-{recipe}")
-def train(
-    recipe: str = "tiny_cpu",
-    overrides: tuple[str, ...] = (),
-    runs_dir: str = "runs",
-    run_id: str | None = None,
-) -> State:
-    """Run one leg; green is `Aligned`.
+@flow(name="train", flow_run_name=run_name)
+def train(request: TrainRequest, runs_dir: str = "runs", run_id: str | None = None) -> State:
+    """Run one leg, or go on with a run; green is `Aligned`.
 
     Args:
-        recipe: Name of a shipped recipe.
-        overrides: Changes of spec fields, each `key=value`.
+        request: Recipe or run, and overrides.
         runs_dir: Folder that holds run folders.
         run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
     """
-    spec = apply_overrides(load_recipe(recipe), overrides)
+    if request.resume:
+        name, step = request.resumed
+        return go_on(name, step, request.assignments, leg="a", runs_dir=runs_dir)
+    spec = apply_overrides(load_recipe(request.source), request.assignments)
     require_disk(disk_need(spec, start_step=0), runs_dir)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     return conclude(run, (run_leg(spec, run, "a"),))
@@ -59,6 +57,13 @@ def resume(
         leg: Leg to go on with.
         runs_dir: Folder that holds run folders.
     """
+    return go_on(run, step, overrides, leg=leg, runs_dir=runs_dir)
+
+
+def go_on(
+    run: str, step: int | None, overrides: tuple[str, ...], *, leg: str, runs_dir: str
+) -> State:
+    """Go on from a committed checkpoint; see `resume`."""
     folder, spec, start = resumption(run, step, overrides, leg=leg, runs_dir=runs_dir)
     opened = runs.reopen(folder)
     runs.write_spec(folder, spec)
@@ -93,4 +98,4 @@ def resumable(spec: RunSpec, overrides: tuple[str, ...]) -> RunSpec:
 
 
 if __name__ == "__main__":
-    train()
+    train(TrainRequest(recipe="tiny_cpu"))

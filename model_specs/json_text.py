@@ -18,7 +18,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 
 def canonical_json(value: Any) -> str:
@@ -44,7 +44,11 @@ def _canonical_object(value: Any) -> Any:
     return canonical_json(dict(value))
 
 
-JsonObject = Annotated[str, BeforeValidator(_canonical_object)]
+JsonObject = Annotated[
+    str,
+    BeforeValidator(_canonical_object),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]}),
+]
 """A JSON object as canonical text; a mapping or any spelling of it is accepted."""
 
 

@@ -40,6 +40,9 @@ class SamplingSpec(Frozen):
     top_k: int = Field(default=-1, ge=-1)
     """-1 keeps the whole vocabulary."""
     stop: tuple[str, ...] = ()
+    oversample: int = Field(default=1, ge=1)
+    """Dynamic sampling: draw this many times `data.prompts_per_step` prompts a step, and train on
+    the first groups, in data order, whose rewards are not all equal."""
 
     @property
     def keeps_whole_vocabulary(self) -> bool:
@@ -102,6 +105,9 @@ class LossSpec(Frozen):
     advantage_transform: Literal["none", "shuffled", "sign_flipped"] = "none"
     """The two controls of the learning test: with either, nothing useful can be learned."""
     mask_truncated: bool = False
+    tis_clip: float | None = Field(default=None, gt=0)
+    """numerics.policy=stock: truncated importance sampling, each token's policy loss times
+    min(exp(trainer's log-prob - rollout's), tis_clip); None corrects nothing."""
     updates_per_step: int = Field(default=1, ge=1)
 
 
@@ -153,8 +159,9 @@ class StockReduction(Frozen):
 class NumericsSpec(Frozen):
     """Which arithmetic both engines run."""
 
-    policy: Literal["aligned"] = "aligned"
-    """`aligned`: the shared ops under both engines."""
+    policy: Literal["aligned", "stock"] = "aligned"
+    """`aligned`: the shared ops under both engines. `stock`: transformers' and vLLM's own ops, for
+    comparison; no alignment is claimed."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of activations, of the compute copy of the weights, and of the wire."""
     version: int = NUMERICS_VERSION
@@ -166,11 +173,41 @@ class SeedSpec(Frozen):
     root: int = Field(default=1234, ge=0)
 
 
+class FilterSpec(Frozen):
+    """Keep the prompts whose pass rate, at the initial weights, lies in a band."""
+
+    low: float = Field(ge=0, le=1)
+    """Smallest pass rate that is kept."""
+    high: float = Field(ge=0, le=1)
+    """Largest pass rate that is kept."""
+    samples_per_prompt: int = Field(default=8, ge=1)
+    threshold: float = 1.0
+    """A sample passes when its reward is at least this."""
+    candidates: int | None = Field(default=None, ge=1)
+    """Look at the first prompts of the data only, this many; None looks at all."""
+    max_prompts: int | None = Field(default=None, ge=1)
+    """Keep the first prompts in the band only, this many; None keeps all of them."""
+    kept_ids: Execution[tuple[str, ...]] = ()
+    """What was kept, in data order; filled in by the filter stage, a result and no choice."""
+    kept_digest: Execution[str | None] = None
+    """Digest of `kept_ids` and of what was drawn for all candidates; filled in with it, and
+    required to be found again."""
+
+    @model_validator(mode="after")
+    def _is_a_band(self) -> FilterSpec:
+        if self.low > self.high:
+            raise ValueError(f"filter.low={self.low} is above filter.high={self.high}")
+        if bool(self.kept_ids) != (self.kept_digest is not None):
+            raise ValueError("filter.kept_ids and filter.kept_digest belong together")
+        return self
+
+
 class GatePlan(Frozen):
     """Which gates a run must pass."""
 
     preflight: Literal["required", "optional", "off"] = "required"
-    logprobs: Literal["required", "optional", "off"] = "required"
+    logprobs: Literal["required", "optional", "report", "off"] = "required"
+    """`report`: measured at each step and shown, never red; no alignment is claimed."""
     controls: Literal["required", "optional", "off"] = "required"
     """Beside the 0.0: native vLLM ops must be Misaligned, stock transformers must be near."""
     stop_on_red: bool = True
@@ -346,6 +383,8 @@ class RunSpec(Frozen):
     """Own recipe: SHA-256 over its sources, for the record; what it returned is the identity."""
     model: AnyModelSpec
     data: DataSpec
+    filter: FilterSpec | None = None
+    """Which prompts of the data are used; None uses all."""
     sampling: SamplingSpec
     reward: RewardSpec
     loss: LossSpec = LossSpec()
@@ -363,8 +402,13 @@ class RunSpec(Frozen):
     execution: Execution[ExecutionSpec] = ExecutionSpec()
 
     @property
+    def prompts_drawn_per_step(self) -> int:
+        """Prompts of one rollout; `data.prompts_per_step` of them are trained on."""
+        return self.data.prompts_per_step * self.sampling.oversample
+
+    @property
     def samples_per_step(self) -> int:
-        """Samples of one rollout."""
+        """Samples of one step that are trained on."""
         return self.data.prompts_per_step * self.sampling.samples_per_prompt
 
     @property
@@ -417,6 +461,14 @@ class RunSpec(Frozen):
                 f"{self.start_step}; set plan.num_steps to a later one"
             )
         self._check_evals()
+        if self.numerics.policy == "stock":
+            self._check_stock()
+        elif self.loss.tis_clip is not None:
+            raise SpecError(
+                f"loss.tis_clip={self.loss.tis_clip} corrects a mismatch between trainer and "
+                "rollout, and numerics.policy=aligned has none: every weight would be exactly 1, "
+                "and a bug would be hidden; leave it out, or set numerics.policy=stock"
+            )
         if self.loss.kl_coef and not self.loss.reference:
             raise SpecError(
                 f"loss.kl_coef={self.loss.kl_coef} needs loss.reference=true (a reference model)"
@@ -433,3 +485,26 @@ class RunSpec(Frozen):
                     f"plan.evals: {chosen.name} would be evaluated on the training file itself, "
                     f"data.source={source}; name another by source, or its rows by rows"
                 )
+
+    def _check_stock(self) -> None:
+        """Refuse what only aligned engines can promise."""
+        gates = self.plan.gates
+        wanted = {
+            "plan.gates.logprobs": (gates.logprobs, ("report", "off")),
+            "plan.gates.preflight": (gates.preflight, ("optional", "off")),
+            "plan.gates.controls": (gates.controls, ("off",)),
+            "trainer_options.gradient_checkpointing": (
+                self.trainer_options.gradient_checkpointing,
+                (False,),
+            ),
+        }
+        wrong = [
+            f"{name}={found} (choose {' or '.join(map(str, allowed))})"
+            for name, (found, allowed) in wanted.items()
+            if found not in allowed
+        ]
+        if wrong:
+            raise SpecError(
+                "numerics.policy=stock runs other ops in trainer and rollout, so nothing can be "
+                f"promised about their log-probs; this does not go with it: {'; '.join(wrong)}"
+            )

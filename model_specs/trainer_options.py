@@ -46,6 +46,16 @@ class TrainerOptions(Frozen):
     """Train multi-token-prediction layers or a draft model."""
     routing_replay: bool = False
     """Replay the rollout's expert choices in the trainer."""
+    lora: bool = False
+    """Train low-rank adapters instead of all weights."""
+    asynchronous: bool = False
+    """Draw the samples of the next step while this one is trained on."""
+    multi_turn: bool = False
+    """Conversations with tools or an environment between the turns."""
+    supervised: bool = False
+    """Supervised fine-tuning on given completions."""
+    tracker: Literal["mlflow", "wandb", "tensorboard", "swanlab"] = "mlflow"
+    """Where metrics are shown."""
     multimodal: bool = False
     """Inputs other than text."""
     quantised_checkpoint: bool = False

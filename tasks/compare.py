@@ -29,6 +29,9 @@ class LegResult:
     gates: Mapping[str, Any]
     processes: Mapping[str, Mapping[str, float | int]]
     cached_stages: int
+    on_report: bool = False
+    """Whether the leg claims nothing about alignment (`plan.gates.logprobs=report`) and nothing
+    else was red: it is Vacuous alone, and in a twin the comparison alone decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,7 @@ def conclude(
 
     `more` is put beside the figures; its `about`, where given, in front of the headline.
     """
-    verdicts = [leg.verdict for leg in legs]
+    verdicts = [leg.verdict for leg in legs if comparison is None or not leg.on_report]
     if comparison is not None:
         verdicts.append(comparison.verdict)
     verdict = worst(verdicts)

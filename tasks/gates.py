@@ -156,17 +156,23 @@ def _end(opened: LegSession, last_step: int) -> LegResult:
         opened.folder / "gates.json", {n: g.to_dict() for n, g in sorted(opened.gates.items())}
     )
     red = [record for name, record in opened.gates.items() if _required(opened, name, record)]
-    verdict = worst([Verdict.ALIGNED, *(record.weight for record in red)])
+    on_report = opened.spec.plan.gates.logprobs == "report"
+    # Nothing is claimed about alignment, so nothing was shown: such a leg is never Aligned.
+    base = Verdict.VACUOUS if on_report else Verdict.ALIGNED
+    verdict = worst([base, *(record.weight for record in red)])
     reason = next(
         (record.summary for record in red if record.weight == verdict),
         next((opened.gates[name].summary for name in _HEADLINE if name in opened.gates), ""),
     )
+    if on_report and not red:
+        reason = f"the log-prob gate is on report, so no alignment is claimed; measured: {reason}"
     rows = read_lock(opened.folder)
     has_ledger = (opened.folder / LEDGER_FILE).is_file()
     return LegResult(
         leg=opened.leg,
         verdict=verdict,
         reason=reason,
+        on_report=on_report and not red,
         chain_digest=read_ledger(opened.folder).chain if has_ledger else "",
         last_step=last_step,
         gates={name: record.to_dict() for name, record in opened.gates.items()},

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_table_artifact,
+)
 from prefect.context import FlowRunContext
 
 from engines.runs import legs, read_json
@@ -14,8 +18,15 @@ from tasks.compare import Outcome
 from tasks.html_report import render
 
 
-def publish(folder: Path, outcome: Outcome) -> None:
-    """Attach `verdict` and `stages` to the current flow run, and write both pages into the run."""
+def publish(folder: Path, outcome: Outcome, *, mlflow_page: str | None = None) -> None:
+    """Attach `verdict`, `stages` and `mlflow` to the current flow run, and write both pages.
+
+    Args:
+        folder: The run folder.
+        outcome: How the run ended.
+        mlflow_page: Address of the run in MLflow; None where its store is a file, and then the
+            command that shows it is attached.
+    """
     text = markdown(outcome.details)
     (folder / "report.md").write_text(text, encoding="utf-8")
     (folder / "report.html").write_text(render(folder, outcome.details), encoding="utf-8")
@@ -23,6 +34,11 @@ def publish(folder: Path, outcome: Outcome) -> None:
         return
     create_markdown_artifact(key="verdict", markdown=text, description=outcome.headline)
     create_table_artifact(key="stages", table=stage_rows(folder), description="Stages of all legs")
+    command = outcome.details.get("mlflow_command")
+    if mlflow_page:
+        create_link_artifact(key="mlflow", link=mlflow_page, link_text=folder.name)
+    elif command:
+        create_markdown_artifact(key="mlflow", markdown=f"```\n{command}\n```\n")
 
 
 def markdown(details: Mapping[str, Any]) -> str:

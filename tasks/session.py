@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from engines import guard
 from engines.cluster import Cluster, EngineHandle, gather, identities
@@ -64,6 +65,8 @@ class LegSession:
     groups_with_variance: int = 0
     changed_weights: int = 0
     max_grad_norm: float = 0.0
+    progress_artifact: UUID | None = None
+    """Prefect's id of the leg's progress artifact, once there is one."""
 
     @property
     def folder(self) -> Path:
@@ -91,7 +94,7 @@ class LegSession:
                 model.uri,
                 spec_json,
                 engine_index=index,
-                policy="aligned",
+                policy=self.spec.numerics.policy,
             )
             for index, host in enumerate(self.rollout_hosts)
         ]
@@ -178,7 +181,9 @@ def leg_session(
     )
     with cluster:
         rollout_hosts = [
-            cluster.start(f"rollout-{index}", env=engine_env(spec, policy="aligned"), num_cpus=1)
+            cluster.start(
+                f"rollout-{index}", env=engine_env(spec, policy=spec.numerics.policy), num_cpus=1
+            )
             for index in range(num_engines)
         ]
         trainer_hosts = [

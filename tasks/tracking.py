@@ -54,6 +54,7 @@ from tasks.tracking_store import (
     find_runs,
     local_artifacts,
     prepare_environment,
+    run_page,
     search,
     ui_command,
     without_password,
@@ -101,6 +102,8 @@ class TrackedRun:
     """Tracking URI, without a password."""
     ui_command: str
     """Shell command that shows the run."""
+    page: str | None
+    """Address of the run's page; None where the store is a file."""
     problems: tuple[str, ...]
     """What was not sent and why; empty when the store has all that the run folder has."""
 
@@ -152,6 +155,7 @@ def sync(
         child_run_ids=MappingProxyType(dict(projection.child_run_ids)),
         uri=without_password(uri),
         ui_command=ui_command(uri, projection.experiment_id, projection.run_id),
+        page=run_page(uri, projection.experiment_id, projection.run_id),
         problems=tuple(problems),
     )
 

@@ -145,7 +145,15 @@ def without_password(uri: str) -> str:
 
 def ui_command(uri: str, experiment_id: str | None, run_id: str | None) -> str:
     """Return the shell command that shows the run: a server's page, or a server of the file."""
-    if uri.startswith(("http://", "https://")):
-        page = f"/#/experiments/{experiment_id}/runs/{run_id}" if run_id else ""
-        return f"python -m webbrowser {shlex.quote(without_password(uri).rstrip('/') + page)}"
+    page = run_page(uri, experiment_id, run_id)
+    if page is not None:
+        return f"python -m webbrowser {shlex.quote(page)}"
     return f"mlflow ui --backend-store-uri {shlex.quote(without_password(uri))}"
+
+
+def run_page(uri: str, experiment_id: str | None, run_id: str | None) -> str | None:
+    """Return the address of the run's page on a server; a SQLite file has none."""
+    if not uri.startswith(("http://", "https://")):
+        return None
+    page = f"/#/experiments/{experiment_id}/runs/{run_id}" if run_id else ""
+    return without_password(uri).rstrip("/") + page

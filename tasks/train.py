@@ -23,6 +23,7 @@ from engines.rollout_dump import write_dump
 from model_specs.errors import CheckpointError
 from model_specs.fingerprint import plan_fingerprint, trajectory_fingerprint
 from tasks.evaluate import evaluate_before, evaluate_due, prepare_evals
+from tasks.progress import show_progress
 from tasks.session import LegSession, session
 from tasks.stage import stage
 
@@ -204,6 +205,7 @@ def append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> No
     )
     if record.update == 0:
         logger.info("%s", progress_line(opened, outcome, line))
+        show_progress(opened, step=record.step)
 
 
 def _note_violations(opened: LegSession, violations: tuple[str, ...]) -> None:

@@ -20,10 +20,12 @@ from engines.contracts import Flip, Sample, SampleRequest
 from model_specs.errors import EngineError
 from model_specs.run_spec import RunSpec, SamplingSpec
 
-Policy = Literal["aligned", "native"]
+Policy = Literal["aligned", "stock", "native"]
+"""`aligned`: the shared ops. `stock`: vLLM's own ops on weights that are not packed away, so that
+pushes reach them. `native`: vLLM as it comes, which loads a folder and takes no push."""
 
 NUMERICS_VARIABLE = "LOCKSTEP_NUMERICS"
-"""The plugin installs the shared ops in a process only where this says `aligned`."""
+"""What the plugin installs in a process: the shared ops where this says `aligned`."""
 PLUGIN_NAME = "lockstep"
 """Name of the `vllm.general_plugins` entry point."""
 

@@ -1,7 +1,9 @@
 """The shared ops under vLLM's own model classes.
 
 Entry point `vllm.general_plugins: lockstep`. Inert unless the process was started with
-`LOCKSTEP_NUMERICS=aligned`, so that installing Lockstep changes nobody else's vLLM.
+`LOCKSTEP_NUMERICS=aligned`, so that installing Lockstep changes nobody else's vLLM. With `stock`
+one thing is replaced: linears are torch's own on weights that stay where they are, where vLLM's CPU
+backend would pack them away and no push could reach them.
 
 Invariant: after `register()` every op of a dense decoder that rounds is one of `engines.numerics`,
 the same function that the trainer calls; `installed()` says which were put in place. A hook that
@@ -44,7 +46,8 @@ def register() -> None:
         UnsupportedError: The version of vLLM is not a tested one, a hook is missing, or there is no
             set of hooks for the platform.
     """
-    if os.environ.get(NUMERICS_VARIABLE) != "aligned" or _installed:
+    policy = os.environ.get(NUMERICS_VARIABLE)
+    if policy not in ("aligned", "stock") or _installed:
         return
     import vllm
     from vllm.platforms import current_platform
@@ -57,7 +60,7 @@ def register() -> None:
             f"{', '.join(sorted(_INSTALLERS))}"
         )
     check_version(vllm.__version__, device=device)
-    _installed.extend(installer())
+    _installed.extend(installer() if policy == "aligned" else _keep_weights_unpacked(device))
 
 
 def installed() -> tuple[str, ...]:
@@ -175,14 +178,22 @@ def _replace_custom_ops() -> list[str]:
     return ["RMSNorm -> add, rms_norm", "SiluAndMul -> silu_mul", "RotaryEmbedding -> rotary"]
 
 
+def _keep_weights_unpacked(device: str) -> list[str]:
+    import torch
+
+    if device != "cpu":
+        raise UnsupportedError(
+            f"the stock numerics have not been tried with vLLM on {device!r}; set "
+            "numerics.policy=aligned"
+        )
+    _replace_linear(torch.nn.functional.linear)
+    return ["dispatch_cpu_unquantized_gemm -> torch.nn.functional.linear"]
+
+
 def _replace_gemm() -> list[str]:
     import torch
-    from vllm.model_executor.layers import utils
 
     from engines import numerics
-
-    hook(utils, "dispatch_cpu_unquantized_gemm")
-    hook(utils, "cpu_unquantized_gemm")
 
     def shared_linear(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -190,18 +201,28 @@ def _replace_gemm() -> list[str]:
         out = numerics.linear(x.reshape(-1, x.shape[-1]), weight, bias)
         return out.view(*x.shape[:-1], weight.shape[0])
 
+    _replace_linear(shared_linear)
+    return ["dispatch_cpu_unquantized_gemm -> linear"]
+
+
+def _replace_linear(linear: Callable[..., Any]) -> None:
+    """Let every unquantised layer call `linear(x, weight, bias)` on its own weight."""
+    import torch
+    from vllm.model_executor.layers import utils
+
+    hook(utils, "dispatch_cpu_unquantized_gemm")
+    hook(utils, "cpu_unquantized_gemm")
+
     def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
         # The weight is never packed away: pushes copy into it and digests are read from it.
         if layer.weight.ndim != 2:
             raise UnsupportedError(
                 f"{type(layer).__name__} has a weight of {layer.weight.ndim} dimensions; the "
-                "shared "
-                "linear takes matrices"
+                "linear that takes pushes takes matrices"
             )
-        layer.cpu_linear = shared_linear
+        layer.cpu_linear = linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
-    return ["dispatch_cpu_unquantized_gemm -> linear"]
 
 
 def _replace_attention() -> list[str]:

@@ -81,10 +81,11 @@ class VllmEngine:
             model_dir: Hugging Face folder with config and tokenizer; weights only for `native`.
             spec: `RunSpec` as JSON.
             engine_index: Which of `execution.rollout_engines` this is; a label.
-            policy: `aligned` installs the shared ops; `native` is vLLM as it comes.
+            policy: `aligned` installs the shared ops; `stock` leaves vLLM's own, on weights that
+                can be pushed; `native` is vLLM as it comes.
             dtype: Dtype of weights and activations; None takes `numerics.compute_dtype`.
-            load_format: vLLM's own; None takes `dummy` for aligned, whose weights are pushed, and
-                `auto` for native.
+            load_format: vLLM's own; None takes `auto` for native, and `dummy` for the others, whose
+                weights are pushed.
 
         Raises:
             EngineError: The process was not started with the variables of `engine_env`.
@@ -103,14 +104,14 @@ class VllmEngine:
         self._facts = facts_of(config)
         self._expected = expected_shapes(self._facts)
         plugin.register()
-        if policy == "aligned" and not plugin.installed():
-            raise EngineError("the shared ops were not installed, so this engine cannot be aligned")
+        if policy != "native" and not plugin.installed():
+            raise EngineError(f"the hooks of policy {policy} were not installed in this process")
         weight_transfer.register_backend()
         if self._on_cpu:  # on CUDA it would fill every new tensor, inside the graphs too
             torch.use_deterministic_algorithms(True, warn_only=True)
-        self._llm = self._start(load_format or ("dummy" if policy == "aligned" else "auto"))
+        self._llm = self._start(load_format or ("auto" if policy == "native" else "dummy"))
         self._stop_token_ids = end_of_sequence_ids(model_dir, self._llm.get_tokenizer())
-        self._version: str | None = None if policy == "aligned" else LOADED_VERSION
+        self._version: str | None = LOADED_VERSION if policy == "native" else None
         self.cached_tokens: dict[str, int] = {}
         """Request id -> prompt tokens that the last `generate` took from the prefix cache."""
         self._llm.init_weight_transfer_engine({"init_info": {}})
@@ -229,7 +230,7 @@ class VllmEngine:
                 cache.
             UnsupportedError: The policy is native: vLLM packs its weights away after loading.
         """
-        if self._policy != "aligned":
+        if self._policy == "native":
             raise UnsupportedError(
                 "a native engine packs its weights after loading, so that a push would reach only "
                 "some "

@@ -4,8 +4,9 @@ Invariants: a token's terms depend on that token alone; the denominators are con
 update, known before any rank begins; sums over tokens and samples are exactly rounded. So neither
 packing nor the number of ranks can be seen in the loss, its gradient or a metric.
 
-The *old* log-probs are the trainer's own score at the sampling weights. The rollout's log-probs
-never enter: there is no mismatch to correct, and what differs is a bug that the gate must show.
+The *old* log-probs are the trainer's own score at the sampling weights. In aligned mode the
+rollout's log-probs never enter: there is no mismatch to correct, and what differs is a bug that the
+gate must show. Under the stock numerics they may, as the behaviour policy of `loss.tis_clip`.
 
     totals = UpdateTotals.of(samples) terms = token_terms(logprobs, entropy, old=old,
     advantages=advantages, reference=None, loss=loss) loss = slot_loss(terms, weights)
@@ -22,6 +23,7 @@ import torch
 from engines import numerics
 from engines.contracts import TrainSample
 from engines.train.advantages import round_to_float32
+from model_specs.errors import EngineError
 from model_specs.run_spec import LossSpec
 
 K3_LIMIT = 10.0
@@ -84,6 +86,7 @@ def token_terms(
     advantages: torch.Tensor,
     reference: torch.Tensor | None,
     loss: LossSpec,
+    behaviour: torch.Tensor | None = None,
 ) -> TokenTerms:
     """Return the loss of each token and what it is made of.
 
@@ -95,7 +98,9 @@ def token_terms(
     pg is the clipped objective of GRPO (arXiv 2402.03300, equation 3) with DAPO's separate upper
     bound (arXiv 2503.14476, equation 8). kl estimates KL(policy || reference) from d = lp - ref:
     k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, clamped to [-10, 10] (Schulman 2020; GRPO's
-    equation 4 is k3). Without a reference kl is zero.
+    equation 4 is k3). Without a reference kl is zero. With a behaviour policy b, pg is multiplied
+    by the constant min(exp(old - b), `tis_clip`): truncated importance sampling (Yao et al. 2025,
+    "Your efficient RL framework secretly brings you off-policy RL training").
 
     Args:
         logprobs: lp, float32 [T], of the chosen tokens at the current weights.
@@ -104,7 +109,16 @@ def token_terms(
         advantages: float32 [T], the sample's advantage repeated for its tokens.
         reference: float32 [T], scored at the reference weights, or None.
         loss: Clip bounds, coefficients and the kind of KL.
+        behaviour: float32 [T], the rollout's log-probs, or None for no correction.
+
+    Raises:
+        EngineError: A behaviour policy is given and `loss.tis_clip` is not, or the reverse.
     """
+    if (behaviour is None) != (loss.tis_clip is None):
+        raise EngineError(
+            f"loss.tis_clip={loss.tis_clip}, but the rollout's log-probs are "
+            f"{'missing' if behaviour is None else 'given'}; they enter the loss with it alone"
+        )
     log_ratio = logprobs - old
     ratio = torch.exp(log_ratio)
     unclipped = -advantages * ratio
@@ -112,6 +126,8 @@ def token_terms(
     is_clipped = clipped > unclipped
     # `where`, not `max`: at a tie, which every first update is, max would split the gradient.
     policy = torch.where(is_clipped, clipped, unclipped)
+    if behaviour is not None:
+        policy = policy * torch.exp(old - behaviour).clamp(max=loss.tis_clip)
     total = policy
     divergence = torch.zeros_like(logprobs)
     if reference is not None:

@@ -75,6 +75,14 @@ def _reduction(kind: str) -> Callable[[RunSpec], str]:
     return lambda spec: f"reduction.kind={kind}" if spec.reduction.kind == kind else ""
 
 
+def _stock(device: str) -> Callable[[RunSpec], str]:
+    return lambda spec: (
+        f"numerics.policy=stock, execution.device={device}"
+        if spec.numerics.policy == "stock" and spec.execution.device == device
+        else ""
+    )
+
+
 def _ranks(spec: RunSpec) -> str:
     ranks = spec.execution.trainer_ranks
     return f"execution.trainer_ranks={ranks}" if ranks > 1 else ""
@@ -96,6 +104,21 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
     Capability(name="tree reduction", kind="reduction", asked=_reduction("tree"), trainers=BOTH),
     Capability(name="stock reduction", kind="reduction", asked=_reduction("stock"), trainers=BOTH),
+    Capability(
+        name="stock numerics",
+        kind="feature",
+        asked=_stock("cpu"),
+        trainers=("fsdp2",),
+        reason="Megatron's own layers need its tensor-parallel kernels, which CPU does not have",
+        remedy="set trainer=fsdp2",
+    ),
+    Capability(
+        name="stock numerics on CUDA",
+        kind="feature",
+        asked=_stock("cuda"),
+        reason="pushing weights into vLLM's own CUDA layers has not been tried",
+        remedy="set numerics.policy=aligned",
+    ),
     Capability(name="data parallel", kind="layout", asked=_ranks, trainers=BOTH),
     Capability(
         name="tensor parallel",
@@ -150,6 +173,44 @@ CAPABILITIES: tuple[Capability, ...] = (
         asked=_option("critic", False),
         reason="GRPO has no value model; PPO with a critic is not implemented",
         remedy="set trainer_options.critic=false",
+    ),
+    Capability(
+        name="LoRA",
+        kind="feature",
+        asked=_option("lora", False),
+        reason="adapters would be merged or applied by other ops in rollout and trainer; all "
+        "weights are trained",
+        remedy="set trainer_options.lora=false",
+    ),
+    Capability(
+        name="asynchronous rollout",
+        kind="feature",
+        asked=_option("asynchronous", False),
+        reason="samples would come from older weights than the trainer scores them at, so the "
+        "two cannot be aligned",
+        remedy="set trainer_options.asynchronous=false",
+    ),
+    Capability(
+        name="multi-turn",
+        kind="feature",
+        asked=_option("multi_turn", False),
+        reason="what a tool or an environment answers is no function of the seed, so a run could "
+        "not be repeated",
+        remedy="set trainer_options.multi_turn=false",
+    ),
+    Capability(
+        name="supervised fine-tuning",
+        kind="feature",
+        asked=_option("supervised", False),
+        reason="there is no rollout in it, and so nothing to align",
+        remedy="fine-tune elsewhere and set model.path to the result",
+    ),
+    Capability(
+        name="other trackers",
+        kind="feature",
+        asked=_option("tracker", "mlflow"),
+        reason="MLflow is the one projection of the ledger that is kept complete and idempotent",
+        remedy="send metrics.jsonl of the run folder to another tracker yourself",
     ),
     Capability(
         name="teacher distillation",

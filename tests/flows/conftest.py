@@ -19,6 +19,7 @@ from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
 from tasks import convert, download, gates, session, train
 from tests.flows.command_line import CommandLine, Ended, clean_environment
+from tests.flows.prefect_server import Server, serving
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -106,6 +107,13 @@ def twin(lockstep: CommandLine) -> Ended:
 def twin_folder(lockstep: CommandLine, twin: Ended) -> Path:
     """The run folder of the main job."""
     return lockstep.runs_dir / "twin"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A Prefect server with the shipped deployments, and a worker."""
+    with serving(tmp_path_factory.mktemp("deployment")) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

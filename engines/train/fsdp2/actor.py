@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from engines.train.fsdp2.model import EXACT_OPS, build_model, share_forward
 from engines.train.fsdp2.sharding import parameter_shards, shard_model
+from engines.train.fsdp2.stock import stock_forward
 from engines.train.reduction import BinaryCounter
 from engines.train.shards import Shard, gathered
 from engines.train.trainer import GrpoTrainer
@@ -33,12 +34,15 @@ class Fsdp2Trainer(GrpoTrainer):
         mesh = init_device_mesh(device, (self._world_size,), mesh_dim_names=("data",))
         self._counter = BinaryCounter()
         self._model = build_model(self.spec.model, device=device)
-        share_forward(
-            self._model,
-            self.spec.model,
-            temperature=self.spec.sampling.temperature,
-            gradient_checkpointing=self.spec.trainer_options.gradient_checkpointing,
-        )
+        if self.spec.numerics.policy == "aligned":
+            share_forward(
+                self._model,
+                self.spec.model,
+                temperature=self.spec.sampling.temperature,
+                gradient_checkpointing=self.spec.trainer_options.gradient_checkpointing,
+            )
+        else:
+            stock_forward(self._model, temperature=self.spec.sampling.temperature)
         shard_model(
             self._model,
             mesh=mesh,

@@ -60,7 +60,7 @@ def test_without_shuffle_the_order_is_the_files() -> None:
 
 def test_fewer_prompts_than_a_step_needs_are_refused() -> None:
     assert sorted(prompt_order(4, SPEC, 1)) == [0, 1, 2, 3]
-    with pytest.raises(SpecError, match=r"3 usable prompts but data\.prompts_per_step=4"):
+    with pytest.raises(SpecError, match=r"3 usable prompts but a step draws 4"):
         prompt_order(3, SPEC, 1)
     with pytest.raises(SpecError, match="counted from 1"):
         prompt_order(4, SPEC, 0)

@@ -1,4 +1,4 @@
-"""The capability table: what no trainer does is refused by its row, before anything starts."""
+"""The capability table: what no trainer does is refused by its row's name before a start."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ REFUSED = {
     "teacher distillation": "teacher_distillation=true",
     "draft-model training": "draft_model_training=true",
     "routing replay": "routing_replay=true",
+    "LoRA": "lora=true",
+    "asynchronous rollout": "asynchronous=true",
+    "multi-turn": "multi_turn=true",
+    "supervised fine-tuning": "supervised=true",
+    "other trackers": "tracker=wandb",
     "multimodal": "multimodal=true",
     "quantised checkpoint": "quantised_checkpoint=true",
     "disk weight sync": "weight_sync=disk",
@@ -61,14 +66,32 @@ def test_what_no_trainer_does_is_refused_by_name(row: str, trainer: str) -> None
 
 def test_every_refusing_row_has_a_test_and_every_option_a_row() -> None:
     nobody = {row.name for row in CAPABILITIES if not row.trainers}
-    assert nobody == set(REFUSED)
+    assert nobody == set(REFUSED) | {"stock numerics on CUDA"}
     asked_by_rows = set()
     for name, field in TrainerOptions.model_fields.items():
-        other = {False: True, 1: 2, "full": "disk", None: 9216}[field.default]
+        other = {False: True, 1: 2, "full": "disk", None: 9216, "mlflow": "wandb"}[field.default]
         spec = recipe().model_copy(update={"trainer_options": TrainerOptions(**{name: other})})
         if any(f"trainer_options.{name}=" in str(row.asked(spec)) for row in CAPABILITIES):
             asked_by_rows.add(name)
     assert asked_by_rows == set(TrainerOptions.model_fields)
+
+
+STOCK = (
+    "numerics.policy=stock",
+    "plan.gates.logprobs=report",
+    "plan.gates.preflight=off",
+    "plan.gates.controls=off",
+)
+
+
+def test_stock_numerics_are_for_fsdp2_on_cpu_alone() -> None:
+    assert refusals(apply_overrides(recipe(), STOCK)) == []
+    for change, row in (
+        ("trainer=megatron", "stock numerics ("),
+        ("execution.device=cuda", "stock numerics on CUDA ("),
+    ):
+        (refusal,) = refusals(apply_overrides(recipe(), (*STOCK, change)))
+        assert refusal.startswith(row)
 
 
 def test_all_refusals_come_in_one_error() -> None:

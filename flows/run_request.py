@@ -1,0 +1,184 @@
+r"""What a deployment is asked for: typed, so that a bad value is refused before a run exists.
+
+Prefect's server checks a request against the JSON schema of these models when a run is asked for
+(`prefect deployment run`), and names the field: a recipe that is not shipped, a field that the spec
+does not have, a value outside of its range. What only the whole spec can say (whether fields fit
+together) is refused at the start of the flow.
+
+    prefect deployment run 'nightly/tiny-cpu' \
+      --param 'request={"recipe": "tiny_cpu", "overrides": {"plan.num_steps": 4}}' --watch
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, WithJsonSchema, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from engines.faults import FLIP_PROBES, parse_flip
+from model_specs.base import Frozen
+from model_specs.errors import SpecError
+from model_specs.field_schema import overrides_schema
+from model_specs.registry import RECIPES
+
+ShippedRecipe = Annotated[str, WithJsonSchema({"type": "string", "enum": sorted(RECIPES)})]
+"""Name of a shipped recipe."""
+
+Overrides = Annotated[dict[str, Any], WithJsonSchema(overrides_schema())]
+"""Dotted field of the spec -> value, as `--set` takes them."""
+
+FlipProbe = Annotated[str, WithJsonSchema({"type": "string", "enum": list(FLIP_PROBES)})]
+"""Probe whose live value can be flipped."""
+
+OWN_RECIPE = r"^.+:[A-Za-z_]\w*$"
+RUN_AT_STEP = r"^[^@]+(@[0-9]+)?$"
+
+
+class Request(Frozen):
+    """Which spec is run: a recipe, shipped or own, and what is changed in it."""
+
+    SOURCES: ClassVar[tuple[str, ...]] = ("recipe", "recipe_path")
+    """Fields of which exactly one is given."""
+
+    recipe: ShippedRecipe | SkipJsonSchema[None] = None
+    """Name of a shipped recipe."""
+    recipe_path: Annotated[str, Field(pattern=OWN_RECIPE)] | SkipJsonSchema[None] = None
+    """Own recipe: `PATH/FILE.py:function` or `my_pkg.mod:function`, as the worker finds it."""
+    overrides: Overrides = Field(default_factory=dict)
+    """Changes of spec fields, such as `{"plan.num_steps": 4}`."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Request:
+        given = [name for name in self.SOURCES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"exactly one of {', '.join(self.SOURCES)} is needed, not "
+                f"{' and '.join(given) or 'none'}"
+            )
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """Say in the schema, too, that exactly one of `SOURCES` is given."""
+        schema: dict[str, Any] = handler.resolve_ref_schema(handler(core_schema))
+        schema["oneOf"] = [{"required": [name]} for name in cls.SOURCES]
+        return schema
+
+    @property
+    def source(self) -> str:
+        """Name of the recipe, as `load_recipe` takes it."""
+        name = self.recipe or self.recipe_path
+        assert name is not None
+        return name
+
+    @property
+    def assignments(self) -> tuple[str, ...]:
+        """The overrides as `key=value` texts."""
+        return tuple(f"{name}={_text(value)}" for name, value in self.overrides.items())
+
+    def describe(self) -> str:
+        """Return what is run in a few words, for the name of a flow run."""
+        shown = [f"{name}={_text(value)}" for name, value in list(self.overrides.items())[:3]]
+        more = len(self.overrides) - len(shown)
+        label = self.recipe or PurePath(str(self.recipe_path)).name
+        return " ".join([label, *shown, *([f"and {more} more"] if more else [])])
+
+
+class TrainRequest(Request):
+    """One leg: of a recipe, or the rest of a run that exists."""
+
+    SOURCES: ClassVar[tuple[str, ...]] = ("recipe", "recipe_path", "resume")
+
+    resume: Annotated[str, Field(pattern=RUN_AT_STEP)] | SkipJsonSchema[None] = None
+    """Go on with a run from its newest checkpoint (`RUN`) or an earlier one (`RUN@STEP`)."""
+
+    @property
+    def resumed(self) -> tuple[str, int | None]:
+        """Name and step of the run to go on with; the step is None for the newest."""
+        assert self.resume is not None
+        name, _, step = self.resume.partition("@")
+        return name, int(step) if step else None
+
+    def describe(self) -> str:
+        """Return what is run in a few words."""
+        return f"resume {self.resume}" if self.resume else super().describe()
+
+
+class FlipRequest(Frozen):
+    """One bit of one live value to be flipped, on purpose."""
+
+    step: int = Field(ge=1)
+    probe: FlipProbe
+    tensor: str | SkipJsonSchema[None] = None
+    """Tensor or sample; the first in sorted order when it is not given."""
+    element: int = Field(default=0, ge=0)
+    bit: int = Field(default=0, ge=0)
+    """0 is the lowest bit of the element's storage."""
+
+    def as_text(self) -> str:
+        """Return the text that `--inject-flip` takes."""
+        tensor = f",tensor={self.tensor}" if self.tensor else ""
+        return f"step={self.step},probe={self.probe}{tensor},element={self.element},bit={self.bit}"
+
+
+class NightlyRequest(Request):
+    """Two legs of one recipe; optionally with a fault that has to be found."""
+
+    inject_flip: FlipRequest | SkipJsonSchema[None] = None
+    """Flip one bit of a live value in leg b, for example `{"step": 3, "probe": "grads"}`."""
+
+    def describe(self) -> str:
+        """Return what is run in a few words, with the flip."""
+        flip = f" flip {self.inject_flip.as_text()}" if self.inject_flip else ""
+        return super().describe() + flip
+
+
+def flip_request(text: str | None) -> FlipRequest | None:
+    """Return the flip that an `--inject-flip` text means; None for None.
+
+    Raises:
+        SpecError: A key, a probe or a number that cannot be used.
+    """
+    if text is None:
+        return None
+    flip = parse_flip(text)
+    return FlipRequest(
+        step=flip.step, probe=flip.probe, tensor=flip.name, element=flip.element, bit=flip.bit
+    )
+
+
+def request_source(name: str) -> dict[str, str]:
+    """Return the field that names this recipe: own recipes have a colon in their name."""
+    return {"recipe_path" if ":" in name else "recipe": name}
+
+
+def as_overrides(assignments: Sequence[str]) -> dict[str, Any]:
+    """Return `key=value` texts as a mapping; of two for one field the last counts.
+
+    Raises:
+        SpecError: A text is not of that form.
+    """
+    overrides: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise SpecError(f"override {assignment!r} is not of the form key=value")
+        overrides.pop(name.strip(), None)
+        overrides[name.strip()] = value
+    return overrides
+
+
+def run_name() -> str:
+    """Name the current flow run by its flow and what it was asked for."""
+    from prefect.runtime import flow_run
+
+    parameters: Mapping[str, Any] = flow_run.parameters
+    return f"{flow_run.flow_name} {parameters['request'].describe()}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
