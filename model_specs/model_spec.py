@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from model_specs.base import Execution, Frozen
+
+MOE_FAMILIES = ("qwen3_moe",)
+"""Families whose layers are mixtures of experts."""
 
 
 class ModelSpec(Frozen):
@@ -44,6 +47,15 @@ class ModelSpec(Frozen):
         """Experts of each layer; 0 for a dense model."""
         return 0
 
+    @model_validator(mode="after")
+    def _experts_fit_the_family(self) -> Self:
+        if (self.family in MOE_FAMILIES) != (self.num_experts > 0):
+            raise ValueError(
+                f"family {self.family} with {self.num_experts} experts: set model.moe for "
+                f"{', '.join(MOE_FAMILIES)} and for no other family"
+            )
+        return self
+
 
 class MoeSpec(Frozen):
     """The experts of a layer whose MLP is a mixture."""
@@ -54,6 +66,14 @@ class MoeSpec(Frozen):
     """Of one expert."""
     normalize_weights: bool
     """Divide the chosen experts' probabilities by their sum (`norm_topk_prob`)."""
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> Self:
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} of num_experts={self.num_experts}"
+            )
+        return self
 
 
 class MoeModelSpec(ModelSpec):

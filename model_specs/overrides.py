@@ -76,7 +76,8 @@ def _assignment(override: str, known: dict[str, Any]) -> tuple[str, Any]:
 
 
 def _validated(values: dict[str, Any]) -> RunSpec:
-    values["reduction"] = _reduction_fields(values["reduction"])
+    for name in ("reduction", "schedule"):
+        values[name] = _fields_of_kind(name, values[name])
     try:
         return RunSpec.model_validate(values)
     except ValidationError as error:
@@ -131,30 +132,35 @@ def _parsed(text: str, annotation: Any) -> Any:
 def _assign(values: dict[str, Any], key: str, value: Any) -> None:
     *groups, last = key.split(".")
     for group in groups:
-        if values[group] is None:  # an optional group, such as `filter`
-            values[group] = {}
+        if not isinstance(values.get(group), dict):
+            values[group] = {}  # a group in place of a plain value, or of none
         values = values[group]
     values[last] = value
 
 
-def _reduction_fields(reduction: Any) -> Any:
-    """Drop what only the other kind of reduction has, after `reduction.kind` was replaced."""
-    if not isinstance(reduction, dict):
-        return reduction
+def _fields_of_kind(name: str, value: Any) -> Any:
+    """Drop what only the other kinds of this group have, after its `kind` was replaced."""
+    if not isinstance(value, dict):
+        return value
     kinds = {
-        model.model_fields["kind"].default: model.model_fields
-        for model in _models(RunSpec.model_fields["reduction"].annotation)
+        kind: model.model_fields
+        for model in _models(RunSpec.model_fields[name].annotation)
+        for kind in get_args(model.model_fields["kind"].annotation)
     }
-    fields = kinds.get(reduction.get("kind"))
-    both = set.intersection(*(set(names) for names in kinds.values()))
-    only_others = set().union(*kinds.values()) - set(fields or ()) - both
-    return {name: value for name, value in reduction.items() if name not in only_others}
+    fields = kinds.get(value.get("kind"))
+    all_have = set.intersection(*(set(names) for names in kinds.values()))
+    only_others = set().union(*kinds.values()) - set(fields or ()) - all_have
+    return {field: inner for field, inner in value.items() if field not in only_others}
 
 
 def _location(location: tuple[int | str, ...]) -> str:
     """Return the dotted field, without the tag that pydantic puts in for a tagged union."""
     parts = [str(part) for part in location]
-    tags = {"reduction": ("tree", "stock"), "model": ("dense", "moe")}
+    tags = {
+        "reduction": ("tree", "stock"),
+        "schedule": ("constant", "linear", "cosine", "wsd"),
+        "model": ("dense", "moe"),
+    }
     if parts[0] in tags and parts[1:2] and parts[1] in tags[parts[0]]:
         del parts[1]
     return ".".join(parts)

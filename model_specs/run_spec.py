@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,7 @@ from model_specs.base import Execution, Frozen
 from model_specs.errors import SpecError
 from model_specs.json_text import JsonObject, parsed
 from model_specs.model_spec import AnyModelSpec
+from model_specs.schedules import WeightDecaySchedule, WsdSchedule
 from model_specs.trainer_options import TrainerOptions
 
 SCHEMA_VERSION: Final = 1
@@ -212,7 +213,8 @@ class OptimizerSpec(Frozen):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.98, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: Annotated[float, Field(ge=0)] | WeightDecaySchedule = 0.1
+    """Decoupled, multiplied by the learning rate; or a schedule of it."""
     clip_grad: float = Field(default=1.0, gt=0)
 
 
@@ -352,7 +354,7 @@ class RunSpec(Frozen):
     reward: RewardSpec
     loss: LossSpec = LossSpec()
     optimizer: OptimizerSpec
-    schedule: ScheduleSpec = ScheduleSpec()
+    schedule: ScheduleSpec | WsdSchedule = Field(default=ScheduleSpec(), discriminator="kind")
     reduction: TreeReduction | StockReduction = Field(discriminator="kind")
     numerics: NumericsSpec = NumericsSpec()
     trainer: Literal["fsdp2", "megatron"] = "fsdp2"

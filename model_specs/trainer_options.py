@@ -22,6 +22,12 @@ class TrainerOptions(Frozen):
 
     gradient_checkpointing: bool = False
     """Keep only each decoder layer's input and run its forward again in backward: same bits."""
+    max_tokens_per_rank: int | None = Field(default=None, ge=1)
+    """Most rows (tokens and padding to 64) that a rank runs at once; None has no bound.
+
+    A score is cut into as many forwards as it takes; a slot that is larger is refused, because
+    cutting it would round its gradient more than once: raise `reduction.slots`.
+    """
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share one matrix product."""
     pipeline_parallel: int = Field(default=1, ge=1)

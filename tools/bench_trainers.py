@@ -175,8 +175,10 @@ def main() -> None:
         convert_hf_to_dcp(folder / "hf", folder / "dcp", model)
         for row in ROWS:
             done = subprocess.run(
-                [sys.executable, __file__, arguments.size, "--row", row]
-                + ["--folder", str(folder), "--steps", str(arguments.steps)],
+                [
+                    *(sys.executable, __file__, arguments.size, "--row", row),
+                    *("--folder", str(folder), "--steps", str(arguments.steps)),
+                ],
                 env=environment,
                 capture_output=True,
                 text=True,

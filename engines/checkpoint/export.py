@@ -14,7 +14,7 @@ Usage::
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -80,6 +80,8 @@ def _transformers_state(out_dir: str | Path, spec: ModelSpec) -> dict[str, torch
 
     model = AutoModelForCausalLM.from_pretrained(out_dir, dtype="auto", local_files_only=True)
     state = dict(model.state_dict())
+    if spec.num_experts:
+        state = dict(unstacked_experts(state))
     if spec.tie_word_embeddings:
         tied = state.pop(HEAD, None)
         if tied is None or tied.data_ptr() != state[EMBEDDING].data_ptr():
@@ -88,6 +90,23 @@ def _transformers_state(out_dir: str | Path, spec: ModelSpec) -> dict[str, torch
                 "of its own; its config.json must say so too"
             )
     return state
+
+
+def unstacked_experts(
+    state: Mapping[str, torch.Tensor],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield transformers' state with stacked experts as the matrices that checkpoints name."""
+    for name, tensor in state.items():
+        prefix, separator, kind = name.rpartition(".experts.")
+        if not separator or kind not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            parts = {"down_proj": matrix}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            for part, view in parts.items():
+                yield f"{prefix}.experts.{expert}.{part}.weight", view
 
 
 def _require_equal(found: Mapping[str, str], expected: Mapping[str, str], *, where: str) -> None:

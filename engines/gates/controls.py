@@ -72,13 +72,15 @@ def stock_logprobs(
     import torch
     from transformers import AutoModelForCausalLM
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=getattr(torch, dtype), attn_implementation="eager"
-    ).eval()
+    )
+    model.eval().to(device)
     scores: dict[str, list[float]] = {}
     with torch.inference_mode():
         for sample in samples:
-            ids = torch.tensor([*sample.prompt_token_ids, *sample.token_ids])
+            ids = torch.tensor([*sample.prompt_token_ids, *sample.token_ids], device=device)
             # The row before a token predicts it; the last row predicts nothing that was drawn.
             first = len(sample.prompt_token_ids) - 1
             logits = model(ids[None], use_cache=False).logits[0, first:-1].float()

@@ -33,7 +33,8 @@ PLUGIN_NAME = "lockstep"
 def engine_env(spec: RunSpec, policy: Policy = "aligned") -> dict[str, str]:
     """Return the variables a rollout engine's process must start with, before torch loads in it."""
     cuda = {
-        # Too small to split a product over blocks: what makes cuBLAS invariant on Hopper.
+        # As in the trainer's process. The shared products do not run on cuBLAS; should one get
+        # there, it must at least repeat.
         "CUBLAS_WORKSPACE_CONFIG": ":16:8",
         "CUBLASLT_WORKSPACE_SIZE": "1",
         # FlashInfer's sampler compiles for minutes at its first use, and draws are not its own.

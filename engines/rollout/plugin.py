@@ -16,6 +16,8 @@ this vLLM does not have is an error that names it, never a silent native op.
 | `RotaryEmbedding` | `rotary` |
 | `dispatch_cpu_unquantized_gemm`: linears and the output head | `linear` |
 | `AttentionBackendEnum.CPU_ATTN` | `paged_attention_batch` (`engines.rollout.vllm_attention`) |
+| `cpu_router._softmax_topk` | `route` |
+| `CPUUnquantizedExperts` | `expert_mlp` |
 | `Sampler.compute_logprobs`, `TopKTopPSampler.forward_cpu` | `log_softmax_rows` |
 
 That is the CPU's table; CUDA's is in `engines.rollout.plugin_cuda`.
@@ -107,6 +109,7 @@ def _install_cpu() -> list[str]:
         *_replace_custom_ops(),
         *_replace_gemm(),
         *_replace_attention(),
+        *_replace_experts(),
         *_replace_logprobs(),
     ]
 
@@ -230,6 +233,59 @@ def _replace_attention() -> list[str]:
         backend, "engines.rollout.vllm_attention.SharedAttentionBackend"
     )
     return ["CPU_ATTN -> paged_attention_batch"]
+
+
+def _replace_experts() -> list[str]:
+    import torch
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
+
+    from engines import numerics
+
+    experts_class = hook(cpu_moe, "CPUUnquantizedExperts")
+    hook(cpu_router, "_softmax_topk")
+    for name in ("apply", "process_weights_after_loading", "_supports_grouped_gemm"):
+        hook(experts_class, name)
+
+    def softmax_topk(
+        router_logits: torch.Tensor, top_k: int, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, experts = numerics.route(router_logits, top_k=top_k, normalise=renormalize)
+        return weights, experts.to(torch.int32)
+
+    def apply(
+        self: Any,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        *_: Any,
+        **variants: Any,
+    ) -> None:
+        if activation.value != "silu" or variants.get("expert_map") is not None:
+            raise UnsupportedError(
+                f"experts with activation {activation.value!r} or spread over ranks; the shared op "
+                "has silu and all experts in one place"
+            )
+        gates, ups = zip(*(fused.chunk(2) for fused in w1.unbind(0)), strict=True)
+        chosen = topk_ids.long()
+        output.copy_(
+            numerics.expert_mlp(hidden_states, chosen, topk_weights, gates, ups, w2.unbind(0))
+        )
+
+    def keep_weights(self: Any, layer: torch.nn.Module) -> None:
+        # Never packed away: pushes copy into the weights and digests are read from them.
+        self._use_zentorch = False
+
+    experts_class.apply = apply
+    experts_class.process_weights_after_loading = keep_weights
+    # The shared op has no alignment to ask for.
+    experts_class._supports_grouped_gemm = classmethod(lambda cls, moe_config: (True, None))
+    cpu_router._softmax_topk = softmax_topk
+    return ["_softmax_topk -> route", "CPUUnquantizedExperts -> expert_mlp"]
 
 
 def _replace_logprobs() -> list[str]:

@@ -49,6 +49,8 @@ EXACT_OPS = frozenset(
         "aten.alias", "aten.chunk", "aten.contiguous", "aten.detach", "aten.empty", "aten.flatten",
         "aten.reshape", "aten.slice", "aten.split", "aten.split_with_sizes", "aten.to",
         "aten.unflatten", "aten.view",
+        # experts: taken apart, and their result into the engine's own buffer
+        "aten.copy_", "aten.empty_like", "aten.unbind",
         # selection of rows
         "aten.embedding",
         # our attention, behind vLLM's own op: `environment()` names the class that it calls
@@ -402,6 +404,11 @@ def _check_supported(config: Any, *, on_cpu: bool) -> None:
             f"= {implied}; the two would be different models"
         )
     if not on_cpu:
+        if facts.num_experts:
+            raise UnsupportedError(
+                f"{facts.num_experts} experts: the router and the experts have no shared op on "
+                "CUDA, and vLLM's own would run; set execution.device=cpu"
+            )
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

@@ -41,6 +41,8 @@ def start_options(spec: RunSpec, *, policy: Policy, max_model_len: int) -> dict[
         # The cache has its own size; this is only what must be free at the start, beside the
         # trainer and other engines.
         "gpu_memory_utilization": 0.3,
+        # Nothing of FlashInfer's runs, and its tuning would draw through the model at the start.
+        "kernel_config": {"enable_flashinfer_autotune": False},
     }
     if policy == "aligned":
         options["attention_config"] = {"backend": "TRITON_ATTN"}

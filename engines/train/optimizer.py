@@ -5,7 +5,7 @@ state is two float32 tensors a parameter and one count of steps: nothing is made
 checkpoint always has all of it.
 
     optimizer = ShardedAdamW(shards, spec.optimizer)
-    optimizer.step(shards, gradients, learning_rate=1e-6)
+    optimizer.step(shards, gradients, learning_rate=1e-6, weight_decay=0.1)
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class ShardedAdamW:
         gradients: Mapping[str, torch.Tensor],
         *,
         learning_rate: float,
+        weight_decay: float,
     ) -> None:
         """Update the live masters in place.
 
@@ -50,6 +51,7 @@ class ShardedAdamW:
             shards: Name -> live float32 rows.
             gradients: Name -> float32 rows of the same shape.
             learning_rate: Of this step.
+            weight_decay: Of this step.
         """
         self.num_steps += 1
         for name, shard in shards.items():
@@ -63,7 +65,7 @@ class ShardedAdamW:
                 beta1=self._spec.beta1,
                 beta2=self._spec.beta2,
                 eps=self._spec.eps,
-                weight_decay=self._spec.weight_decay if len(shard.shape) > 1 else 0.0,
+                weight_decay=weight_decay if len(shard.shape) > 1 else 0.0,
             )
 
     def named_moments(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:

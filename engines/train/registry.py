@@ -92,6 +92,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(name="family qwen2", kind="family", asked=_family("qwen2"), trainers=BOTH),
     Capability(name="family llama", kind="family", asked=_family("llama"), trainers=BOTH),
     Capability(name="family qwen3", kind="family", asked=_family("qwen3"), trainers=BOTH),
+    Capability(name="family qwen3_moe", kind="family", asked=_family("qwen3_moe"), trainers=BOTH),
     Capability(
         name="precision float32", kind="precision", asked=_compute_dtype("float32"), trainers=BOTH
     ),
@@ -151,6 +152,12 @@ CAPABILITIES: tuple[Capability, ...] = (
         name="gradient checkpointing",
         kind="feature",
         asked=_option("gradient_checkpointing", False),
+        trainers=BOTH,
+    ),
+    Capability(
+        name="bound on tokens",
+        kind="feature",
+        asked=_option("max_tokens_per_rank", None),
         trainers=BOTH,
     ),
     Capability(

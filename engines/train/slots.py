@@ -92,6 +92,49 @@ def plan_slots(num_samples: int, *, num_slots: int) -> tuple[tuple[int, ...], ..
     return tuple(tuple(range(k * size, (k + 1) * size)) for k in range(num_slots))
 
 
+def num_rows(sample: TrainSample) -> int:
+    """Return the rows that a sample takes in a slot: its tokens but the last, padded to 64."""
+    length = len(sample.prompt_token_ids) + len(sample.token_ids) - 1
+    return length + -length % ROW_BLOCK
+
+
+def plan_micro_batches(
+    rows: Sequence[int], *, max_rows: int | None, max_samples: int
+) -> tuple[tuple[int, ...], ...]:
+    """Pack samples, in order, into forwards that fit; a pure function of their lengths.
+
+    What is packed together decides no bit of a score, so the bound may be any.
+
+    Args:
+        rows: Rows of each sample (`num_rows`).
+        max_rows: Most rows of one forward; None has no bound.
+        max_samples: Most samples of one forward.
+
+    Returns:
+        Indices of the samples of each forward; every index once.
+
+    Raises:
+        EngineError: One sample alone is above the bound.
+    """
+    plan: list[tuple[int, ...]] = []
+    used = 0
+    for index, count in enumerate(rows):
+        if max_rows is not None and count > max_rows:
+            raise EngineError(
+                f"sample {index} takes {count} rows, but trainer_options.max_tokens_per_rank="
+                f"{max_rows}; raise it, or shorten data.max_prompt_tokens or "
+                "sampling.max_new_tokens"
+            )
+        fits = max_rows is None or used + count <= max_rows
+        if plan and fits and len(plan[-1]) < max_samples:
+            plan[-1] = (*plan[-1], index)
+            used += count
+        else:
+            plan.append((index,))
+            used = count
+    return tuple(plan)
+
+
 def pack_slot(samples: Sequence[TrainSample]) -> PackedSlot:
     """Lay samples out in rows, in the order given.
 

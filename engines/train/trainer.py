@@ -46,12 +46,18 @@ from engines.train.grpo import (
     token_terms,
     update_metrics,
 )
-from engines.train.lr_schedule import learning_rate
+from engines.train.lr_schedule import learning_rate, weight_decay
 from engines.train.optimizer import ShardedAdamW
 from engines.train.reduction import clip_coefficient, total_norm
 from engines.train.reference import Reference
 from engines.train.shards import Shard, all_objects, gathered, join, merged_digests
-from engines.train.slots import pack_slot, plan_slots
+from engines.train.slots import (
+    PackedSlot,
+    num_rows,
+    pack_slot,
+    plan_micro_batches,
+    plan_slots,
+)
 from engines.train.state import TrainingState
 from engines.weights.wire import pack
 from model_specs.errors import EngineError, SpecError
@@ -198,8 +204,12 @@ class GrpoTrainer(ABC):
         return {name: tuple(row.tolist()) for name, row in self._reference_scores.items()}
 
     def _score_all(self, samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
-        size = self.spec.samples_per_update // self.spec.reduction.slots
-        chunks = [samples[first : first + size] for first in range(0, len(samples), size)]
+        plan = plan_micro_batches(
+            [num_rows(sample) for sample in samples],
+            max_rows=self.spec.trainer_options.max_tokens_per_rank,
+            max_samples=self.spec.samples_per_update // self.spec.reduction.slots,
+        )
+        chunks = [[samples[index] for index in indices] for indices in plan]
         mine: dict[str, torch.Tensor] = {}
         for first in range(0, len(chunks), self._world_size):
             # A forward is a collective: a rank without a chunk repeats the last one.
@@ -299,6 +309,7 @@ class GrpoTrainer(ABC):
         self, samples: Sequence[TrainSample], totals: UpdateTotals
     ) -> list[SampleFigures]:
         slot = pack_slot(samples)
+        self._check_fits(slot)
         counts = torch.tensor(slot.counts)
         old = self._known(self._scores, samples)
         reference = self._known(self._reference_scores, samples) if self._reference else None
@@ -339,6 +350,15 @@ class GrpoTrainer(ABC):
                     "for each token"
                 )
         return torch.tensor([value for sample in samples for value in sample.rollout_logprobs])
+
+    def _check_fits(self, slot: PackedSlot) -> None:
+        bound = self.spec.trainer_options.max_tokens_per_rank
+        if bound is not None and len(slot.ids) > bound:
+            raise EngineError(
+                f"a slot of {len(slot.lengths)} samples takes {len(slot.ids)} rows, but "
+                f"trainer_options.max_tokens_per_rank={bound}; raise it, or reduction.slots="
+                f"{self.spec.reduction.slots} so that a slot has fewer samples"
+            )
 
     def _known(
         self, scores: Mapping[str, torch.Tensor], samples: Sequence[TrainSample]
@@ -409,6 +429,7 @@ class GrpoTrainer(ABC):
             self._shards,
             {name: shard.local for name, shard in gradients.items()},
             learning_rate=rate,
+            weight_decay=weight_decay(self._state.samples_consumed, self.spec.optimizer),
         )
         return rate
 

@@ -47,6 +47,10 @@ class ModelFacts:
     mlp_bias: bool
     qk_norm: bool = False
     """Norm of every query and key head (Qwen3)."""
+    num_experts: int = 0
+    """Experts of each layer; 0 for a dense MLP."""
+    expert_size: int = 0
+    """Intermediate size of one expert."""
 
     @property
     def query_rows(self) -> int:
@@ -60,17 +64,18 @@ class ModelFacts:
 
 
 def facts_of(config: Any) -> ModelFacts:
-    """Return the facts of a transformers config of type qwen2, qwen3 or llama.
+    """Return the facts of a transformers config of type qwen2, qwen3, qwen3_moe or llama.
 
     Raises:
         UnsupportedError: The model type is another one.
     """
     model_type = config.model_type
-    if model_type not in ("qwen2", "qwen3", "llama"):
+    if model_type not in ("qwen2", "qwen3", "qwen3_moe", "llama"):
         raise UnsupportedError(
             f"model type {model_type!r} has no map of logical weight names; known: llama, qwen2, "
-            "qwen3"
+            "qwen3, qwen3_moe"
         )
+    is_moe = model_type == "qwen3_moe"
     # In both families the setting is of all four projections of the attention.
     attention_bias = model_type != "qwen2" and bool(config.attention_bias)
     return ModelFacts(
@@ -86,7 +91,9 @@ def facts_of(config: Any) -> ModelFacts:
         qkv_bias=model_type == "qwen2" or attention_bias,
         output_bias=attention_bias,
         mlp_bias=model_type == "llama" and bool(config.mlp_bias),
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        num_experts=config.num_experts if is_moe else 0,
+        expert_size=config.moe_intermediate_size if is_moe else 0,
     )
 
 
@@ -98,10 +105,17 @@ def expected_shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (facts.key_value_rows, hidden, facts.qkv_bias),
         "self_attn.v_proj": (facts.key_value_rows, hidden, facts.qkv_bias),
         "self_attn.o_proj": (hidden, facts.query_rows, facts.output_bias),
-        "mlp.gate_proj": (inner, hidden, facts.mlp_bias),
-        "mlp.up_proj": (inner, hidden, facts.mlp_bias),
-        "mlp.down_proj": (hidden, inner, facts.mlp_bias),
     }
+    mlps = {"mlp": inner}
+    if facts.num_experts:
+        linears["mlp.gate"] = (facts.num_experts, hidden, False)
+        mlps = {f"mlp.experts.{e}": facts.expert_size for e in range(facts.num_experts)}
+    for mlp, width in mlps.items():
+        linears |= {
+            f"{mlp}.gate_proj": (width, hidden, facts.mlp_bias),
+            f"{mlp}.up_proj": (width, hidden, facts.mlp_bias),
+            f"{mlp}.down_proj": (hidden, width, facts.mlp_bias),
+        }
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (facts.vocab_size, hidden)}
     for layer in range(facts.num_layers):
         prefix = f"model.layers.{layer}"
@@ -152,6 +166,9 @@ def logical_views(
         if name in (EMBEDDING, HEAD):
             yield name, tensor.detach()[: facts.vocab_size]
             continue
+        if name.endswith((".w13_weight", ".w2_weight")):
+            yield from _expert_views(name, tensor.detach(), facts)
+            continue
         parent, _, kind = name.rpartition(".")
         module_path, _, module = parent.rpartition(".")
         if module not in fused:
@@ -168,6 +185,29 @@ def logical_views(
         for logical, count in fused[module]:
             yield f"{module_path}.{logical}.{kind}", tensor.detach()[start : start + count]
             start += count
+
+
+def _expert_views(
+    name: str, stacked: torch.Tensor, facts: ModelFacts
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the matrices of each expert of vLLM's `w13_weight` (gate, up) or `w2_weight` (down)."""
+    width, fused = facts.expert_size, name.endswith(".w13_weight")
+    wanted = (2 * width, facts.hidden_size) if fused else (facts.hidden_size, width)
+    if tuple(stacked.shape) != (facts.num_experts, *wanted):
+        raise EngineError(
+            f"{name} is {tuple(stacked.shape)} but the config asks for "
+            f"{(facts.num_experts, *wanted)}; the engine packs or pads its experts, so that what "
+            "it holds cannot be read back under logical names"
+        )
+    prefix = name.partition(".experts.")[0]
+    for expert, matrix in enumerate(stacked.unbind(0)):
+        parts = (
+            (("gate_proj", matrix[:width]), ("up_proj", matrix[width:]))
+            if fused
+            else (("down_proj", matrix),)
+        )
+        for part, view in parts:
+            yield f"{prefix}.experts.{expert}.{part}.weight", view
 
 
 def check_complete(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from model_specs.model_spec import ModelSpec
+from model_specs.model_spec import ModelSpec, MoeModelSpec
 
 
 def plain_logits(
@@ -25,7 +25,7 @@ def plain_logits(
     Args:
         weights: Hugging Face name -> tensor.
         ids: int64 [n].
-        spec: A dense family.
+        spec: The model.
     """
     hidden = weights["model.embed_tokens.weight"][ids]
     for layer in range(spec.num_layers):
@@ -37,9 +37,8 @@ def plain_logits(
         normed = _norm(hidden, part["input_layernorm.weight"], spec)
         hidden = hidden + _attention(part, normed, spec)
         normed = _norm(hidden, part["post_attention_layernorm.weight"], spec)
-        gate = F.linear(normed, part["mlp.gate_proj.weight"])
-        up = F.linear(normed, part["mlp.up_proj.weight"])
-        hidden = hidden + F.linear(gate * torch.sigmoid(gate) * up, part["mlp.down_proj.weight"])
+        mixed = _mixture(part, normed, spec) if isinstance(spec, MoeModelSpec) else None
+        hidden = hidden + (_mlp(part, "mlp.", normed) if mixed is None else mixed)
     tied = weights["model.embed_tokens.weight"]
     head = tied if spec.tie_word_embeddings else weights["lm_head.weight"]
     return F.linear(_norm(hidden, weights["model.norm.weight"], spec), head)
@@ -47,6 +46,23 @@ def plain_logits(
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
     return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + spec.rms_norm_eps)
+
+
+def _mlp(part: Mapping[str, torch.Tensor], prefix: str, x: torch.Tensor) -> torch.Tensor:
+    gate = F.linear(x, part[f"{prefix}gate_proj.weight"])
+    up = F.linear(x, part[f"{prefix}up_proj.weight"])
+    return F.linear(gate * torch.sigmoid(gate) * up, part[f"{prefix}down_proj.weight"])
+
+
+def _mixture(part: Mapping[str, torch.Tensor], x: torch.Tensor, spec: MoeModelSpec) -> torch.Tensor:
+    """Every expert on every row, times a weight that is zero for all but the chosen ones."""
+    probabilities = torch.softmax(F.linear(x, part["mlp.gate.weight"]), -1)
+    chosen, experts = probabilities.topk(spec.moe.experts_per_token, -1)
+    if spec.moe.normalize_weights:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    weights = torch.zeros_like(probabilities).scatter(1, experts, chosen)
+    outputs = [_mlp(part, f"mlp.experts.{e}.", x) for e in range(spec.num_experts)]
+    return (torch.stack(outputs, 1) * weights[..., None]).sum(1)
 
 
 def _attention(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engines.cluster import Cluster, EngineHandle, gather
-from engines.contracts import SampleRequest, TrainSample
+from engines.contracts import Sample, SampleRequest, TrainSample
 from engines.gates.layerwise import (
     ROLLOUT_FILE,
     TRAINER_FILE,
@@ -19,6 +19,7 @@ from engines.gates.layerwise import (
     compare_layers,
     write_states,
 )
+from engines.gates.logprobs import compare_logprobs
 from engines.provenance.verdict import Verdict
 from engines.rollout.group import engine_env
 from engines.train.registry import TRAINERS
@@ -27,22 +28,20 @@ from engines.weights.wire import pack
 from model_specs.errors import EngineError
 from model_specs.run_spec import RunSpec
 from tests.engines.trainer_cases import (
+    DTYPES,
+    LLAMA,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
     made_samples,
     make_spec,
     started,
     write_model,
 )
 
+FAMILIES = (QWEN2, LLAMA, QWEN3, QWEN3_MOE)
 PROMPTS = {"1/train-0/0": 3, "1/train-1/0": 40, "1/train-2/0": 70}
 """Request id -> prompt tokens: below, across and beyond a tile of 64 positions."""
-
-
-@pytest.fixture(autouse=True)
-def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `trainer_env` gives a trainer's process."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 # The comparison by itself.
@@ -154,7 +153,8 @@ class Rollout:
         buckets = list(pack(trainer.wire_tensors(), bucket_mib=1))
         gather([self.handle.call("receive", buckets, version=0)], what="receive")
 
-    def compare(self, trainer: GrpoTrainer, folder: Path) -> LayerwiseResult:
+    def draw(self, folder: Path) -> tuple[list[Sample], list[TrainSample]]:
+        """Draw the prompts, record every layer, and return what was drawn for both sides."""
         requests = [
             SampleRequest(
                 request_id=name,
@@ -176,39 +176,58 @@ class Rollout:
             for sample in samples
         ]
         assert sum(len(sample.token_ids) for sample in drawn) > 2 * len(drawn)
+        return samples, drawn
+
+    def compare(self, trainer: GrpoTrainer, folder: Path) -> LayerwiseResult:
+        """Compare every layer, and every log-prob scored packed and one sequence at a time."""
+        samples, drawn = self.draw(folder)
         trainer.layer_states(drawn, folder=str(folder))
-        return compare_layers(folder, {s.request_id: len(s.prompt_token_ids) for s in drawn})
+        trainer.score(drawn)
+        packed = compare_logprobs(0, samples, trainer.scores())
+        alone = {}
+        for sample in drawn:
+            trainer.score([sample])
+            alone |= trainer.scores()
+        single = compare_logprobs(0, samples, alone)
+        assert packed.aligned == single.aligned
+        result = compare_layers(folder, {s.request_id: len(s.prompt_token_ids) for s in drawn})
+        assert packed.aligned == (result.verdict is Verdict.ALIGNED), packed
+        return result
 
 
 @pytest.fixture(scope="module")
-def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Rollout]]:
-    """Qwen2 in float32 and Qwen3 in bfloat16, one process each."""
-    with Cluster("test-layerwise", num_cpus=2, object_store_mib=100) as cluster:
-        made = {}
-        for dtype, model in (("float32", QWEN2), ("bfloat16", QWEN3)):
-            spec = make_spec(dtype, model=model)
-            folder = write_model(tmp_path_factory.mktemp(dtype), model)
-            handle = cluster.start(dtype, env=engine_env(spec))
-            made[dtype] = Rollout(spec=spec, folder=folder, handle=handle)
-        engine = "engines.rollout.vllm_engine:VllmEngine"
-        gather(
-            [
-                r.handle.actor.create.remote(engine, str(r.folder / "hf"), r.spec.model_dump_json())
-                for r in made.values()
-            ],
-            what="start",
-            timeout_s=500,
-        )
-        yield made
+def cluster() -> Iterator[Cluster]:
+    with Cluster("test-layerwise", num_cpus=2, object_store_mib=100) as started_cluster:
+        yield started_cluster
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(model, dtype) for model in FAMILIES for dtype in DTYPES],
+    ids=lambda param: f"{param[0].family}-{param[1]}",
+)
+def rollout(
+    request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Rollout]:
+    """vLLM on one family and dtype, started with dummy weights."""
+    model, dtype = request.param
+    if model.family == "llama":  # vLLM's CPU attention takes no smaller head
+        model = model.model_copy(update={"head_dim": 32})
+    spec = make_spec(dtype, model=model)
+    folder = write_model(tmp_path_factory.mktemp(model.family), model)
+    handle = cluster.start(f"{model.family}-{dtype}", env=engine_env(spec))
+    engine = "engines.rollout.vllm_engine:VllmEngine"
+    started_engine = handle.actor.create.remote(engine, str(folder / "hf"), spec.model_dump_json())
+    gather([started_engine], what="start", timeout_s=500)
+    yield Rollout(spec=spec, folder=folder, handle=handle)
+    cluster.stop(handle)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", sorted(TRAINERS))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_layer_of_vllm_is_bitwise_that_of_the_trainer_over_three_updates(
-    dtype: str, trainer: str, rollouts: dict[str, Rollout], tmp_path: Path
+def test_every_layer_and_log_prob_of_vllm_is_bitwise_that_of_the_trainer_over_three_updates(
+    trainer: str, rollout: Rollout, tmp_path: Path
 ) -> None:
-    rollout = rollouts[dtype]
     spec = rollout.spec.model_copy(update={"trainer": trainer})
     with started(spec, rollout.folder, tmp_path) as running:
         for step in range(4):
@@ -227,14 +246,14 @@ def test_every_layer_of_vllm_is_bitwise_that_of_the_trainer_over_three_updates(
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", sorted(TRAINERS))
 def test_one_element_of_one_weight_is_named_by_its_layer(
-    trainer: str, rollouts: dict[str, Rollout], tmp_path: Path
+    trainer: str, rollout: Rollout, tmp_path: Path
 ) -> None:
     """The control: the trainer changes after the push, in the second layer alone."""
-    rollout = rollouts["bfloat16"]
     spec = rollout.spec.model_copy(update={"trainer": trainer})
+    expert = "experts.0." if spec.model.num_experts else ""
     with started(spec, rollout.folder, tmp_path) as running:
         rollout.push(running)
-        running._shards["model.layers.1.mlp.down_proj.weight"].local[3, 5] += 0.5
+        running._shards[f"model.layers.1.mlp.{expert}down_proj.weight"].local[3, 5] += 0.5
         running._publish()
         result = rollout.compare(running, tmp_path / "changed")
     assert result.verdict is Verdict.MISALIGNED

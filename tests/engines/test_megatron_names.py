@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engines.checkpoint.export import unstacked_experts
 from engines.numerics import rotary_inv_freq
 from engines.provenance.tensor_digest import digest_tensor, digest_tensors
 from engines.train.fsdp2.model import model_config
 from engines.train.megatron import model as megatron_model
-from engines.train.megatron import parallel
 from engines.train.megatron.model import build_model, check_frequencies
 from engines.train.megatron.names import (
     all_blocks,
@@ -22,10 +22,10 @@ from engines.train.megatron.names import (
     logical_blocks,
     megatron_to_hf,
 )
-from engines.train.shards import join
 from model_specs.errors import EngineError
 from model_specs.families.decoder import parameter_shapes
-from model_specs.model_spec import ModelSpec
+from model_specs.model_spec import ModelSpec, MoeModelSpec, MoeSpec
+from tests.engines.trainer_cases import megatron_groups
 
 QWEN2 = ModelSpec(
     family="qwen2",
@@ -57,21 +57,19 @@ LLAMA = QWEN2.model_copy(
 QWEN3 = QWEN2.model_copy(
     update={"family": "qwen3", "qkv_bias": False, "qk_norm": True, "head_dim": 16}
 )
-SPECS = (QWEN2, LLAMA, QWEN3)
+QWEN3_MOE = MoeModelSpec(
+    **{**QWEN3.model_dump(), "family": "qwen3_moe"},
+    moe=MoeSpec(num_experts=5, experts_per_token=2, intermediate_size=22, normalize_weights=True),
+)
+DENSE = (QWEN2, LLAMA, QWEN3)
+SPECS = (*DENSE, QWEN3_MOE)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Megatron's groups, as a trainer of one rank has them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-        torch.use_deterministic_algorithms(True)
-        rendezvous = tmp_path_factory.mktemp("join") / "rendezvous"
-        join(f"file://{rendezvous}", rank=0, world_size=1)
-        parallel.start()
+    with megatron_groups(tmp_path_factory.mktemp("join")):
         yield
-        parallel.stop()
-        torch.distributed.destroy_process_group()
 
 
 def random_state(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -109,7 +107,7 @@ def dict_shapes(state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
+@pytest.mark.parametrize("spec", DENSE, ids=lambda spec: spec.family)
 def test_fused_rows_are_where_stock_transformers_and_megatron_say(spec: ModelSpec) -> None:
     """The layout itself, against transformers: a wrong interleaving would survive a round trip."""
     state = random_state(spec, torch.float32)
@@ -130,6 +128,21 @@ def test_fused_rows_are_where_stock_transformers_and_megatron_say(spec: ModelSpe
     gate, up = (hidden @ fused["decoder.layers.1.mlp.linear_fc1.weight"].T).chunk(2, dim=1)
     torch.testing.assert_close(gate, hf.model.layers[1].mlp.gate_proj(hidden))
     torch.testing.assert_close(up, hf.model.layers[1].mlp.up_proj(hidden))
+
+
+def test_experts_are_where_stock_transformers_and_megatron_say() -> None:
+    spec, state = QWEN3_MOE, random_state(QWEN3_MOE, torch.float32)
+    hf = AutoModelForCausalLM.from_config(model_config(spec), dtype=torch.float32)
+    with torch.no_grad():
+        for name, view in unstacked_experts(hf.state_dict()):
+            if name in state:
+                view.copy_(state[name])
+    fused = hf_to_megatron(state, spec, megatron_shapes(spec))
+    block = hf.model.layers[2].mlp
+    assert torch.equal(fused["decoder.layers.2.mlp.router.weight"], block.gate.weight)
+    prefix = "decoder.layers.2.mlp.experts.local_experts.3."
+    assert torch.equal(fused[f"{prefix}linear_fc1.weight"], block.experts.gate_up_proj[3])
+    assert torch.equal(fused[f"{prefix}linear_fc2.weight"], block.experts.down_proj[3])
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)

@@ -27,19 +27,14 @@ from tests.engines.trainer_cases import (
     LLAMA,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
     made_samples,
     make_spec,
     started,
     write_model,
 )
 
-FAMILIES = (QWEN2, LLAMA, QWEN3)
-
-
-@pytest.fixture(autouse=True)
-def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `trainer_env` gives a trainer's process."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+FAMILIES = (QWEN2, LLAMA, QWEN3, QWEN3_MOE)
 
 
 @pytest.fixture(scope="module")

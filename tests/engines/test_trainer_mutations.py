@@ -40,12 +40,6 @@ SENT_TEST = test_trainers.test_what_is_sent_is_the_cast_weights_as_plain_tensors
 pytestmark = pytest.mark.parametrize("trainer", sorted(TRAINERS))
 
 
-@pytest.fixture(autouse=True)
-def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `trainer_env` gives a trainer's process."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("qwen2"), QWEN2)

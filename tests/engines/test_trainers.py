@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from engines.contracts import Flip, TrainSample
 from engines.provenance.digest import digest_floats, root_digest
-from engines.provenance.tensor_digest import digest_tensor
+from engines.provenance.tensor_digest import digest_tensor, digest_tensors
 from engines.train.registry import TRAINERS
 from engines.train.shards import gathered
 from engines.train.slots import pack_slot
@@ -28,19 +28,15 @@ from tests.engines.trainer_cases import (
     LLAMA,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
     made_samples,
     make_spec,
     plain_loss,
     started,
+    stock_gradients,
     stock_model,
     write_model,
 )
-
-
-@pytest.fixture(autouse=True)
-def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `trainer_env` gives a trainer's process."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Family -> folder with `hf` and `dcp`."""
     return {
         model.family: write_model(tmp_path_factory.mktemp(model.family), model)
-        for model in (QWEN2, LLAMA, QWEN3)
+        for model in (QWEN2, LLAMA, QWEN3, QWEN3_MOE)
     }
 
 
@@ -133,7 +129,7 @@ def test_number_of_slots_changes_no_score(start: Any) -> None:
     assert len(set(roots)) == 1
 
 
-@pytest.mark.parametrize("model", [QWEN2, LLAMA, QWEN3], ids=lambda model: model.family)
+@pytest.mark.parametrize("model", [QWEN2, LLAMA, QWEN3, QWEN3_MOE], ids=lambda model: model.family)
 @pytest.mark.parametrize("aggregation", ["per_token", "per_sample"])
 def test_gradient_matches_unsharded_float64_transformers(
     model: ModelSpec, aggregation: str, start: Any
@@ -159,10 +155,10 @@ def test_gradient_matches_unsharded_float64_transformers(
         clipped = sum(figure.figures["pg_clipfrac"] for figure in figures)
     assert 0.0 < clipped < 1.0
     assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
-    of_stock = dict(stock.named_parameters())
+    of_stock = stock_gradients(stock)
     assert set(gradients) == set(of_stock)
     for name, shard in gradients.items():
-        wanted = of_stock[name].grad
+        wanted = of_stock[name]
         error = (shard.local.double() - wanted).norm() / wanted.norm()
         assert error < 2e-5, (name, float(error))
 
@@ -295,6 +291,29 @@ def test_gradient_that_is_not_finite_names_the_parameter(start: Any) -> None:
             trainer._norm(gradients)
 
 
+def test_a_bound_on_tokens_cuts_the_score_and_changes_no_bit(start: Any) -> None:
+    samples, roots, forwards = made_samples(), [], []
+    for bound in (None, 9216, 128):
+        options = TrainerOptions(max_tokens_per_rank=bound)
+        spec = make_spec("bfloat16", reference=False).model_copy(
+            update={"trainer_options": options}
+        )
+        with start(spec) as trainer:
+            sizes: list[int] = []
+            trainer._model.register_forward_pre_hook(
+                lambda _, args, sizes=sizes: sizes.append(len(args[0].ids))
+            )
+            roots.append(trainer.score(samples))
+            forwards.append(sizes)
+            if bound == 128:
+                with pytest.raises(EngineError, match=r"rows, but .*max_tokens_per_rank=128"):
+                    trainer.update(samples, step=1, update=0)
+    assert len(set(roots)) == 1
+    assert forwards[0] == forwards[1]
+    assert len(forwards[2]) > len(forwards[0])
+    assert max(forwards[2]) <= 128 < max(forwards[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_checkpointing_keeps_fewer_bytes_and_every_bit(dtype: str, start: Any) -> None:
     samples, logs, kept = made_samples(), [], []
@@ -381,6 +400,20 @@ def fail_under_the_reference(trainer: GrpoTrainer, initial: dict[str, str]) -> N
     with trainer._reference.swapped_in(trainer._shards):
         assert trainer.weight_digests() == initial
         raise RuntimeError("scoring failed")
+
+
+def test_digest_of_the_reference_is_unchanged_after_every_use(start: Any) -> None:
+    samples = made_samples()
+    with start(make_spec("bfloat16", kl_coef=0.1)) as trainer:
+        assert trainer._reference is not None
+        before = digest_tensors(trainer._reference._rows)
+        weights = []
+        for step in (1, 2, 3):
+            trainer.score(samples)
+            assert digest_tensors(trainer._reference._rows) == before
+            weights.append(trainer.update(samples, step=step, update=0).digests["weights"])
+            assert digest_tensors(trainer._reference._rows) == before
+    assert len({str(sorted(digests.items())) for digests in weights}) == 3
 
 
 def test_audit_lists_exact_ops_only_and_refuses_a_stock_norm(start: Any) -> None:

@@ -1,6 +1,7 @@
 """The four data-parallel cases on 1, 2 and 4 ranks of each trainer: one digest of everything.
 
 GRPO; tied embeddings with a per-token loss; KL to a reference; and the tensors that one step keeps.
+A mixture of experts beside them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from engines.train.registry import TRAINERS
 from model_specs.model_spec import ModelSpec
 from model_specs.run_spec import RunSpec
 from tests.engines.rank_program import Job, Log, run_ranks
-from tests.engines.trainer_cases import LLAMA, QWEN2, QWEN3, make_spec, write_model
+from tests.engines.trainer_cases import LLAMA, QWEN2, QWEN3, QWEN3_MOE, make_spec, write_model
 
 WORLD_SIZES = (1, 2, 4)
 ODD = {"vocab_size": 101, "intermediate_size": 177}
@@ -30,6 +31,7 @@ CASES: dict[str, RunSpec] = {
     "grpo": case_spec(LLAMA, reference=False, aggregation="per_sample"),
     "tied, per token": case_spec(QWEN2, reference=False, entropy_coef=0.01),
     "KL and reference": case_spec(QWEN3, kl_coef=0.1, kl_type="k3"),
+    "mixture of experts": case_spec(QWEN3_MOE, kl_coef=0.1),
     "dump of a step": case_spec(QWEN2, kl_coef=1.0, kl_type="k1"),
 }
 

@@ -14,17 +14,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from engines.checkpoint.convert import convert_hf_to_dcp
+from engines.checkpoint.export import unstacked_experts
 from engines.checkpoint.tiny_model import write_tiny_model
 from engines.contracts import TrainSample
 from engines.train.fsdp2.model import model_config
+from engines.train.megatron import parallel
 from engines.train.registry import TRAINERS
-from engines.train.shards import gathered
+from engines.train.shards import gathered, join
 from engines.train.trainer import GrpoTrainer
-from model_specs.model_spec import ModelSpec
+from model_specs.model_spec import ModelSpec, MoeModelSpec, MoeSpec
 from model_specs.recipes.tiny_cpu import TINY_MODEL
 from model_specs.run_spec import (
     DataSpec,
@@ -43,6 +46,10 @@ LLAMA = QWEN2.model_copy(
     update={"family": "llama", "qkv_bias": False, "tie_word_embeddings": False, "head_dim": 16}
 )
 QWEN3 = QWEN2.model_copy(update={"family": "qwen3", "qkv_bias": False, "qk_norm": True})
+QWEN3_MOE = MoeModelSpec(
+    **{**QWEN3.model_dump(), "family": "qwen3_moe"},
+    moe=MoeSpec(num_experts=6, experts_per_token=2, intermediate_size=48, normalize_weights=True),
+)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -88,6 +95,19 @@ def write_model(folder: Path, model: ModelSpec) -> Path:
     return folder
 
 
+@contextmanager
+def megatron_groups(folder: Path) -> Iterator[None]:
+    """Megatron's parallel state as a trainer of one rank has it, without a trainer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        torch.use_deterministic_algorithms(True)
+        join(f"file://{folder}/rendezvous", rank=0, world_size=1)
+        parallel.start()
+        yield
+        parallel.stop()
+        torch.distributed.destroy_process_group()
+
+
 _rendezvous = count()
 
 
@@ -121,11 +141,24 @@ def stock_model(trainer: GrpoTrainer, dtype: torch.dtype) -> torch.nn.Module:
     """Return transformers' own eager model at the trainer's current weights."""
     config = model_config(trainer.spec.model)
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # the default takes no float64
     model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    missing, unexpected = model.load_state_dict(current_weights(trainer, dtype), strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
+    state = current_weights(trainer, dtype)
+    expected = dict(unstacked_experts(model.state_dict()))
+    assert set(state) == set(expected) - ({"lm_head.weight"} - set(state))
+    with torch.no_grad():
+        for name, tensor in state.items():
+            expected[name].copy_(tensor)  # a view into the model, of stacked experts too
     return model
+
+
+def stock_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return name -> gradient of a stock model, experts one by one; a missing one fails."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+    return dict(unstacked_experts(found))
 
 
 def plain_loss(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,18 @@ from tests.flows.command_line import SHORT, CommandLine, Ended
 
 pytestmark = pytest.mark.slow
 
-QWEN3 = ("model.family=qwen3", "model.qk_norm=true", "model.qkv_bias=false")
+EXPERTS = {
+    "num_experts": 6,
+    "experts_per_token": 2,
+    "intermediate_size": 48,
+    "normalize_weights": True,
+}
+QWEN3 = ("model.qk_norm=true", "model.qkv_bias=false")
+FAMILIES = {
+    "qwen3": ("model.family=qwen3", *QWEN3),
+    "qwen3_moe": ("model.family=qwen3_moe", *QWEN3, f"model.moe={json.dumps(EXPERTS)}"),
+}
+"""Family -> what makes the tiny recipe's model one of it."""
 
 
 def run(lockstep: CommandLine, name: str, *settings: str) -> Ended:
@@ -43,16 +55,42 @@ def test_megatron_gives_the_chain_of_fsdp2_with_the_gate_at_zero(
     assert found.common_steps == 4
 
 
-def test_qwen3_has_one_chain_on_both_trainers_with_the_gate_at_zero(
-    lockstep: CommandLine,
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_family_has_one_chain_on_both_trainers_with_the_gates_at_zero(
+    family: str, lockstep: CommandLine
 ) -> None:
+    settings = (*FAMILIES[family], "plan.num_steps=3")
     for name in ("fsdp2", "megatron"):
-        ended = run(lockstep, f"qwen3-{name}", *QWEN3, f"trainer={name}", "plan.num_steps=3")
+        ended = run(lockstep, f"{family}-{name}", *settings, f"trainer={name}")
         assert ended.code == 0, ended
-    legs = [lockstep.runs_dir / f"qwen3-{name}" / "a" for name in ("fsdp2", "megatron")]
+    legs = [lockstep.runs_dir / f"{family}-{name}" / "a" for name in ("fsdp2", "megatron")]
     for leg in legs:
         gate = read_json(leg / "gates.json")["logprobs"]["figures"]
         assert gate["max_abs_diff"] == 0.0
         assert gate["exact_fraction"] == 1.0
     found = compare_ledgers(*legs, verify=True, across=("trainer",))
     assert found.verdict is Verdict.IDENTICAL, found.headline
+
+
+def test_three_rollouts_of_two_updates_with_kl_repeat_resume_and_agree(
+    lockstep: CommandLine,
+) -> None:
+    settings = (
+        "loss.updates_per_step=2",
+        "loss.kl_coef=0.1",
+        "plan.num_steps=3",
+        "plan.checkpoint_every=1",
+        "plan.keep_tensor_steps=0",
+    )
+    names = {"kl-fsdp2": "fsdp2", "kl-megatron": "megatron", "kl-again": "megatron"}
+    for name, trainer in names.items():
+        ended = run(lockstep, name, *settings, f"trainer={trainer}")
+        assert ended.code == 0, ended
+    resumed = lockstep("resume", "kl-again@1")
+    assert resumed.code == 0, resumed
+    whole = lockstep.runs_dir / "kl-megatron" / "a"
+    for name, across in (("kl-again", ()), ("kl-fsdp2", ("trainer",))):
+        other = lockstep.runs_dir / name / "a"
+        found = compare_ledgers(whole, other, verify=True, across=across)
+        assert found.verdict is Verdict.IDENTICAL, found.headline
+        assert found.common_steps == 3

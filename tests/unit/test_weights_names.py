@@ -9,6 +9,7 @@ from transformers import LlamaConfig, Qwen2Config
 from engines.weights.names import (
     EMBEDDING,
     HEAD,
+    ModelFacts,
     check_complete,
     expected_shapes,
     facts_of,
@@ -142,3 +143,42 @@ def test_an_incomplete_push_names_every_fault() -> None:
     assert "unknown: d" in message
     assert "there twice: a" in message
     assert "b (5,) instead of (3,)" in message
+
+
+def moe_facts() -> ModelFacts:
+    return ModelFacts(
+        num_layers=1,
+        hidden_size=8,
+        intermediate_size=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        vocab_size=10,
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        num_experts=3,
+        expert_size=6,
+    )
+
+
+def test_stacked_experts_are_views_under_the_names_of_each() -> None:
+    prefix = "model.layers.0.mlp.experts"
+    w13, w2 = torch.randn(3, 12, 8), torch.randn(3, 8, 6)
+    stacked = [(f"{prefix}.routed_experts.w13_weight", w13), (f"{prefix}.w2_weight", w2)]
+    views = dict(logical_views(stacked, moe_facts()))
+    wanted = {n: s for n, s in expected_shapes(moe_facts()).items() if ".experts." in n}
+    assert {name: tuple(view.shape) for name, view in views.items()} == wanted
+    views[f"{prefix}.2.up_proj.weight"].fill_(7.0)
+    assert bool((w13[2, 6:] == 7).all())
+    assert not bool((w13[2, :6] == 7).any())
+    assert torch.equal(views[f"{prefix}.1.down_proj.weight"], w2[1])
+    assert sum(view.numel() for view in views.values()) == w13.numel() + w2.numel()
+
+
+def test_packed_or_padded_experts_are_refused() -> None:
+    padded = [("model.layers.0.mlp.experts.w13_weight", torch.zeros(3, 32, 8))]
+    with pytest.raises(EngineError, match=r"\(3, 32, 8\) but the config asks for \(3, 12, 8\)"):
+        list(logical_views(padded, moe_facts()))

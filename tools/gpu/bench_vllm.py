@@ -33,8 +33,13 @@ def main() -> None:
     parser.add_argument("--recipe", default="gsm8k_qwen2_5_0_5b")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workloads", type=int, default=len(WORKLOADS))
+    parser.add_argument(
+        "--in-process", action="store_true", help="no process of its own for the baseline's engine"
+    )
     parser.add_argument("--out")
     options = parser.parse_args()
+    if options.in_process:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     report = measure(options.policy, options.recipe, options.rounds, WORKLOADS[: options.workloads])
     print(json.dumps(report))
     if options.out:
@@ -83,6 +88,7 @@ def measure(
         start_s = time.perf_counter() - started
     return {
         "policy": policy,
+        "in_process": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0",
         "recipe": recipe,
         "vllm": vllm.__version__,
         "torch": torch.__version__,

@@ -2,7 +2,7 @@
 
 Callers use `engines.numerics`, which comes here by the device of the tensors; only what has no
 counterpart there (`add_rms_norm`, `attend_pages`, `temper_`, `token_logprobs`, `digest_sums`) is
-imported from here. All kernels are ours, in Triton, but for bfloat16 products, which run on cuBLAS.
+imported from here. All kernels are ours, in Triton.
 
 | what could change a row's bits | what holds it |
 | --- | --- |
@@ -11,7 +11,7 @@ imported from here. All kernels are ours, in Triton, but for bfloat16 products, 
 | paging, prefill, chunk, decode | one attention kernel with one tile for all |
 | other work on the device | no atomics, no reduction across programs but of integers |
 
-Bits are those of one device class and one version of triton and cuBLAS; they are not the CPU's.
+Bits are those of one device class and one version of triton; they are not the CPU's.
 """
 
 from engines.numerics.cuda.attention import (

@@ -177,7 +177,7 @@ def _launch(
     attention_kernel[(tiles, key_heads)](
         q, k, v, out, log_sum, first, last, lengths, table, requests, scale,
         q.stride(0), q.stride(1), *key_strides, *value_strides, out.stride(0), out.stride(1),
-        0 if table is None else table.stride(0), heads,
+        *((0, 0) if table is None else (table.stride(0), table.shape[1])), heads,
         GROUP=group, DIM=width, BLOCK_DIM=max(16, power_of_two(width)), ROWS=TILE_ROWS,
         QUERIES=queries, PAGE=page, SINGLE=single, STORE=log_sum is not None, PRECISION="ieee",
         # No contraction: it could differ between the variants that training and decode run.

@@ -3,7 +3,8 @@
 A query tile of the forward always has the same shape, and meets blocks of 64 keys in order with an
 online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022); what differs between callers is
 only how a key's address is found. A block that a row cannot see multiplies by one and adds zero.
-No kernel splits keys, and none uses atomics.
+No kernel splits keys, and none uses atomics. `PAGE` is the page size, or 0 where keys are rows
+beside the queries; `SINGLE` says that every request has at most one query, so tile i is request i.
 """
 
 from __future__ import annotations
@@ -29,20 +30,53 @@ def _request_of(tile, first_ptr, requests, QUERIES: tl.constexpr):
     return low - 1
 
 
-@triton.jit(do_not_specialize=["requests", "table_stride"])
+@triton.jit
+def _key_places(
+    key, first, request, table_ptr, table_stride, table_columns, stored, k_page, k_slot, v_page,
+    v_slot, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Return where keys and values of these positions lie, in a cache or beside the queries."""
+    if PAGE:
+        page = tl.load(
+            table_ptr + request.to(tl.int64) * table_stride + key // PAGE,
+            # A dummy batch may claim more positions than its table has pages for.
+            mask=stored & (key // PAGE < table_columns), other=0,
+        ).to(tl.int64)  # fmt: skip
+        k_place = page * k_page + (key % PAGE) * k_slot
+        v_place = page * v_page + (key % PAGE) * v_slot
+    else:
+        k_place = (first + key).to(tl.int64) * k_slot
+        v_place = (first + key).to(tl.int64) * v_slot
+    return k_place, v_place
+
+
+@triton.jit
+def _finish(
+    out, total, maximum, out_ptr, log_sum_ptr, query_row, head, dim, present, out_row, out_head,
+    heads, DIM: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """Divide by the sums, round once and store; the logs of the sums too, for the backward."""
+    # Adding zero makes -0 into +0: whether a row met a block that it cannot see must not show.
+    out = tl.div_rn(out, total[:, None] + tl.zeros_like(out)) + 0.0
+    tl.store(
+        out_ptr + query_row[:, None] * out_row + head[:, None] * out_head + dim[None, :],
+        out.to(out_ptr.dtype.element_ty), mask=present[:, None] & (dim < DIM)[None, :],
+    )  # fmt: skip
+    if STORE:
+        log_sum = maximum + tl.log2(total) * LN_2
+        tl.store(log_sum_ptr + query_row * heads + head, log_sum, mask=present)
+
+
+@triton.jit(do_not_specialize=["requests", "table_stride", "table_columns"])
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, log_sum_ptr, first_ptr, last_ptr, length_ptr, table_ptr,
     requests, scale, q_row, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, out_row,
-    out_head, table_stride, heads,
+    out_head, table_stride, table_columns, heads,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     QUERIES: tl.constexpr, PAGE: tl.constexpr, SINGLE: tl.constexpr, STORE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `QUERIES` positions of one request, for all heads that share a key head.
-
-    `PAGE` is the page size, or 0 where keys are rows beside the queries. `SINGLE`: every request
-    has at most one query, so tile i is request i.
-    """
+    """One tile of `QUERIES` positions of one request, for all heads that share a key head."""
     tile, key_head = tl.program_id(0), tl.program_id(1)
     request = tile if SINGLE else _request_of(tile, first_ptr, requests, QUERIES)
     first = tl.load(first_ptr + request)
@@ -54,7 +88,7 @@ def attention_kernel(
     row = tl.arange(0, ROWS)
     query = offset + row // GROUP
     present = (row < QUERIES * GROUP) & (query < queries)
-    # A row past the end sees what the last one sees: it is thrown away but must stay finite.
+    # A row past the end sees what the last one sees: thrown away, but finite.
     position = length - queries + tl.minimum(query, queries - 1)
     head = key_head * GROUP + row % GROUP
     dim = tl.arange(0, BLOCK_DIM)
@@ -70,15 +104,10 @@ def attention_kernel(
     for start in range(0, end, KEY_BLOCK):
         key = start + tl.arange(0, KEY_BLOCK)
         stored = key < length
-        if PAGE:
-            page = tl.load(
-                table_ptr + request.to(tl.int64) * table_stride + key // PAGE, mask=stored, other=0
-            ).to(tl.int64)
-            k_place = page * k_page + (key % PAGE) * k_slot
-            v_place = page * v_page + (key % PAGE) * v_slot
-        else:
-            k_place = (first + key).to(tl.int64) * k_slot
-            v_place = (first + key).to(tl.int64) * v_slot
+        k_place, v_place = _key_places(
+            key, first, request, table_ptr, table_stride, table_columns, stored, k_page, k_slot,
+            v_page, v_slot, PAGE,
+        )  # fmt: skip
         k = tl.load(
             k_ptr + k_place[None, :] + key_head * k_head + dim[:, None],
             mask=stored[None, :] & (dim < DIM)[:, None], other=0.0,
@@ -96,15 +125,10 @@ def attention_kernel(
         out = out * decay[:, None]
         out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
         maximum = raised
-    # Adding zero makes -0 into +0: whether a row met a block that it cannot see must not show.
-    out = tl.div_rn(out, total[:, None] + tl.zeros([ROWS, BLOCK_DIM], tl.float32)) + 0.0
-    tl.store(
-        out_ptr + query_row[:, None] * out_row + head[:, None] * out_head + dim[None, :],
-        out.to(out_ptr.dtype.element_ty), mask=present[:, None] & (dim < DIM)[None, :],
+    _finish(
+        out, total, maximum, out_ptr, log_sum_ptr, query_row, head, dim, present, out_row, out_head,
+        heads, DIM, STORE,
     )  # fmt: skip
-    if STORE:
-        log_sum = maximum + tl.log2(total) * LN_2
-        tl.store(log_sum_ptr + query_row * heads + head, log_sum, mask=present)
 
 
 @triton.jit

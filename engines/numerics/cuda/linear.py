@@ -1,9 +1,9 @@
 """Matrix products whose every output row depends on that row and the weights alone.
 
-bfloat16 runs on cuBLAS with a workspace too small to split K over blocks (`CUBLAS_WORKSPACE_CONFIG=
-:16:8`, `CUBLASLT_WORKSPACE_SIZE=1`, both set before the process starts): measured invariant for
-every row count, place and shape tried, and probed again by preflight. float32 runs on our own
-kernel. Weight gradients always run on ours: blocks of 64 rows, left to right, in float32.
+All products run on our own kernels (`engines.numerics.cuda.matmul`): one tile shape whatever the
+number of rows, and no split of the sum. cuBLAS with a workspace of `:16:8` was measured on an H200
+and is not used: its input gradients, and `down_proj` of a 0.5B shape, changed with the row count.
+Weight gradients take rows in blocks of 64, left to right, in float32.
 """
 
 from __future__ import annotations
@@ -16,13 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from engines.numerics.cuda.matmul import add_weight_gradient, matmul
 from engines.numerics.cuda.rows import block_sum
-
-
-def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool
-) -> torch.Tensor:
-    """Return `x @ weight.T + bias` or `x @ weight` for one matrix."""
-    return matmul(x, weight, bias, transposed=transposed)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -63,10 +56,10 @@ def linear_input_gradient(
     if not gradients:
         raise ValueError("linear_input_gradient: no matrices were given")
     if len(gradients) == 1:
-        return product(gradients[0].contiguous(), weights[0], None, transposed=False)
+        return matmul(gradients[0].contiguous(), weights[0], None, transposed=False)
     total: torch.Tensor | None = None
     for gradient, weight in zip(gradients, weights, strict=True):
-        part = product(gradient.contiguous(), weight, None, transposed=False)
+        part = matmul(gradient.contiguous(), weight, None, transposed=False)
         total = part.float() if total is None else total.add_(part)
     assert total is not None
     return total.to(gradients[0].dtype)
@@ -98,7 +91,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         return tuple(
-            product(x, weight, bias, transposed=True)
+            matmul(x, weight, bias, transposed=True)
             for weight, bias in zip(weights, biases, strict=True)
         )
 

@@ -16,11 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from engines.numerics.blocks import ROW_BLOCK
 from engines.numerics.cuda.layout import row_major
-from engines.numerics.cuda.linear import (
-    linear_input_gradient,
-    linear_weight_gradient,
-    product,
-)
+from engines.numerics.cuda.linear import linear_input_gradient, linear_weight_gradient
+from engines.numerics.cuda.matmul import matmul
 
 _BLOCK = 4096
 _CHUNK_ROWS = 2048
@@ -283,7 +280,7 @@ class _HeadLogprobs(torch.autograd.Function):
         chunk_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         figures = [
-            _rows(product(part, weight, None, transposed=True), part_ids, temperature, entropy=True)
+            _rows(matmul(part, weight, transposed=True), part_ids, temperature, entropy=True)
             for part, part_ids in zip(hidden.split(chunk_rows), ids.split(chunk_rows), strict=True)
         ]
         chosen, maximum, log_sum, entropy = (
@@ -306,7 +303,7 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.chunk_rows):
             rows = slice(start, start + ctx.chunk_rows)
             of_logits = _logits_gradient(
-                product(hidden[rows], weight, None, transposed=True),
+                matmul(hidden[rows], weight, transposed=True),
                 ids[rows],
                 (maximum[rows], log_sum[rows], entropy[rows]),
                 upstream[rows],

@@ -1,11 +1,14 @@
-"""Our own matrix products: one tile shape whatever the number of rows, no split over K.
+"""Our own matrix products: no split over K, and one chain of additions for every output element.
 
-An output element is one chain of products over K in blocks that are the same for every launch, so
-a row's bits are its own. The weight gradient takes rows in blocks of 64, left to right, into one
-float32 accumulator.
+An element is the sum over K in steps of 16, in order, in one float32 accumulator of the tensor
+cores. How many rows and columns a tile holds only says which elements are computed together; that
+it decides no bit is measured (`tests/gpu/test_op_laws.py`, and by preflight in every run). The
+weight gradient takes rows in blocks of 64, left to right, into one float32 accumulator.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -77,10 +80,30 @@ def _weight_gradient_kernel(
     tl.store(place, total, mask=inside)
 
 
-def _tiles(dtype: torch.dtype) -> dict[str, int]:
-    # Float32 products run on the plain units, whose operands fill registers.
-    small = dtype == torch.float32
-    return {"num_warps": 4 if small else 8, "num_stages": 2 if small else 3}
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Elements that one program computes, and how."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        """Return what Triton takes besides the kernel's own arguments."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def _tile(m: int, n: int, dtype: torch.dtype) -> _Tile:
+    """Choose a tile for `m` rows and `n` columns."""
+    if dtype == torch.float32:  # runs on the plain units, whose operands fill registers
+        return _Tile(64, 64, 32, 4, 2)
+    if m <= 256 and n < 16384:  # decode: narrow tiles, so that there is one for every processor
+        return _Tile(64 if m <= 64 else 128, 32, 64, 4, 4)
+    if m > 256 and n >= 4096:
+        return _Tile(128, 256, 64, 8, 3)
+    return _Tile(128, 128, 64, 8, 3)
 
 
 def matmul(
@@ -107,13 +130,12 @@ def matmul(
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    small = x.dtype == torch.float32
-    block_m, block_n, block_k = (64, 64, 32) if small else (128, 128, 64)
+    tile = _tile(m, n, x.dtype)
     b_k, b_column = (1, weight.stride(0)) if transposed else (weight.stride(0), 1)
-    _matmul_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+    _matmul_kernel[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
         x, weight, bias, out, m, n, k, x.stride(0), 1, b_k, b_column, n,
-        HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        GROUP=_GROUP, PRECISION="ieee", **_tiles(x.dtype),
+        HAS_BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner,
+        GROUP=_GROUP, PRECISION="ieee", **tile.options(),
     )  # fmt: skip
     return out
 
@@ -130,9 +152,9 @@ def add_weight_gradient(total: torch.Tensor, gradient: torch.Tensor, x: torch.Te
     (m, n), k = gradient.shape, x.shape[1]
     if not (m and n and k):
         return
-    small = x.dtype == torch.float32
-    block_n, block_k = (64, 64) if small else (128, 128)
-    _weight_gradient_kernel[(triton.cdiv(n, block_n), triton.cdiv(k, block_k))](
+    tile = _Tile(64, 64, 64, 4, 2) if x.dtype == torch.float32 else _Tile(128, 128, 64, 8, 3)
+    _weight_gradient_kernel[(triton.cdiv(n, tile.rows), triton.cdiv(k, tile.columns))](
         gradient, x, total, m, n, k, gradient.stride(0), x.stride(0),
-        BLOCK_N=block_n, BLOCK_K=block_k, ROWS=ROW_BLOCK, PRECISION="ieee", **_tiles(x.dtype),
+        BLOCK_N=tile.rows, BLOCK_K=tile.columns, ROWS=ROW_BLOCK, PRECISION="ieee",
+        **tile.options(),
     )  # fmt: skip

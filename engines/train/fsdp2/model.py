@@ -25,7 +25,7 @@ from engines.train.recompute import recomputed
 from engines.train.slots import PackedSlot
 from model_specs.errors import SpecError
 from model_specs.families.decoder import parameter_shapes
-from model_specs.model_spec import ModelSpec
+from model_specs.model_spec import ModelSpec, MoeModelSpec
 
 EXACT_OPS = frozenset(
     {
@@ -55,7 +55,18 @@ def model_config(spec: ModelSpec) -> Any:
             f"model.rope_scaling={spec.rope_scaling} is not implemented by the shared rotary op; "
             "only the default (None) is"
         )
-    family_facts = {"attention_bias": spec.qkv_bias} if spec.family == "llama" else {}
+    family_facts: dict[str, Any] = {}
+    if spec.family == "llama":
+        family_facts = {"attention_bias": spec.qkv_bias}
+    if isinstance(spec, MoeModelSpec):
+        family_facts = {
+            "num_experts": spec.moe.num_experts,
+            "num_experts_per_tok": spec.moe.experts_per_token,
+            "moe_intermediate_size": spec.moe.intermediate_size,
+            "norm_topk_prob": spec.moe.normalize_weights,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     return AutoConfig.for_model(
         spec.family,
         hidden_size=spec.hidden_size,
@@ -88,6 +99,9 @@ def build_model(spec: ModelSpec, *, device: str = "cpu") -> torch.nn.Module:
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             model_config(spec), dtype=torch.float32
         )
+        if isinstance(spec, MoeModelSpec):
+            for layer in model.model.layers:
+                layer.mlp.experts = _experts(spec)
     model.to_empty(device=device)
     model.tie_weights()  # `to_empty` gave the tied head storage of its own
     del model.model.rotary_emb  # the shared rotary op has its own frequencies
@@ -101,6 +115,21 @@ def build_model(spec: ModelSpec, *, device: str = "cpu") -> torch.nn.Module:
                 "model.tie_word_embeddings and the sizes"
             )
     return model
+
+
+def _experts(spec: MoeModelSpec) -> torch.nn.ModuleList:
+    """Return the experts one by one, as the checkpoint's files name them.
+
+    transformers stacks them in one tensor, whose rows would be experts: ranks could not share one.
+    """
+    hidden, inner = spec.hidden_size, spec.moe.intermediate_size
+    sizes = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+    return torch.nn.ModuleList(
+        torch.nn.ModuleDict(
+            {name: torch.nn.Linear(*size, bias=False) for name, size in sizes.items()}
+        )
+        for _ in range(spec.moe.num_experts)
+    )
 
 
 def share_forward(
@@ -122,7 +151,7 @@ def share_forward(
     for layer in model.model.layers:
         _replace(layer, _recomputed_layer_forward if gradient_checkpointing else _layer_forward)
         _replace(layer.self_attn, _attention_forward(spec, inv_freq))
-        _replace(layer.mlp, _mlp_forward)
+        _replace(layer.mlp, _moe_forward(spec) if isinstance(spec, MoeModelSpec) else _mlp_forward)
         _replace(layer.input_layernorm, _norm_forward)
         _replace(layer.post_attention_layernorm, _norm_forward)
         if spec.qk_norm:
@@ -159,6 +188,22 @@ def _mlp_forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     )
     down = self.down_proj
     return numerics.linear(numerics.silu_mul(gate, up), down.weight, down.bias)
+
+
+def _moe_forward(spec: MoeModelSpec) -> Callable[..., Any]:
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        weights, experts = numerics.route(
+            numerics.linear(hidden, self.gate.weight),
+            top_k=spec.moe.experts_per_token,
+            normalise=spec.moe.normalize_weights,
+        )
+        gate, up, down = (
+            [expert[name].weight for expert in self.experts]
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        return numerics.expert_mlp(hidden, experts, weights, gate, up, down)
+
+    return forward
 
 
 def _attention_forward(spec: ModelSpec, inv_freq: torch.Tensor) -> Callable[..., Any]:

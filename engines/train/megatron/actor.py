@@ -62,19 +62,26 @@ class MegatronTrainer(GrpoTrainer):
         for block in self._gradient_blocks():
             views[block.name][block.row_offset :][: len(block.rows)] = block.rows
         if isinstance(self.spec.reduction, TreeReduction):
-            chunk = flat.new_empty(flat.numel() // self._world_size)
-            TreeReduceScatter()(chunk, flat, dist.group.WORLD, dist.ReduceOp.SUM)
-            self._counter.push([chunk])
+            self._counter.push([self._scattered(flat)])
             return
         dist.all_reduce(flat)
         self._stock_sum = flat if self._stock_sum is None else self._stock_sum.add_(flat)
 
+    def _scattered(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's chunk of the sum over ranks; on one rank all of it, uncopied."""
+        if self._world_size == 1:
+            return flat
+        chunk = flat.new_empty(flat.numel() // self._world_size)
+        TreeReduceScatter()(chunk, flat, dist.group.WORLD, dist.ReduceOp.SUM)
+        return chunk
+
     def _take_update_gradient(self) -> dict[str, torch.Tensor]:
         """Gather the summed chunks; every rank has the whole gradient."""
         if isinstance(self.spec.reduction, TreeReduction):
-            (chunk,) = self._counter.result()
-            flat = self._layout.empty()
-            dist.all_gather_into_tensor(flat, chunk)
+            (flat,) = self._counter.result()
+            if self._world_size > 1:
+                chunk, flat = flat, self._layout.empty()
+                dist.all_gather_into_tensor(flat, chunk)
         else:
             assert self._stock_sum is not None
             flat, self._stock_sum = self._stock_sum, None

@@ -25,6 +25,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from engines import numerics
 from engines.train.slots import PackedSlot
@@ -130,6 +131,33 @@ class SwiGlu(torch.nn.Module):
         """Return [M, 1, inner]."""
         gate, up = fused.chunk(2, dim=-1)
         return numerics.silu_mul(gate, up)
+
+
+class MixtureOfExperts(MoELayer):
+    """Megatron's router and experts, with routing, dispatch and combination in the shared ops.
+
+    All experts are on every rank, so that nothing is dispatched over ranks.
+    """
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        """Return ([M, 1, K], None)."""
+        rows = hidden.view(hidden.shape[0], -1)
+        weights, experts = numerics.route(
+            numerics.linear(rows, self.router.weight),
+            top_k=self.config.moe_router_topk,
+            normalise=self.config.normalize_expert_weights,
+        )
+        mlps = self.experts.local_experts
+        halves = [mlp.linear_fc1.weight.chunk(2) for mlp in mlps]
+        output = numerics.expert_mlp(
+            rows,
+            experts,
+            weights,
+            [gate for gate, _ in halves],
+            [up for _, up in halves],
+            [mlp.linear_fc2.weight for mlp in mlps],
+        )
+        return output.view(hidden.shape), None
 
 
 class CoreAttention(MegatronModule):

@@ -21,6 +21,8 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -30,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 from engines import numerics
 from engines.train.head import scored_logprobs
 from engines.train.megatron.layers import (
+    MixtureOfExperts,
     QkvLinear,
     SharedSpecProvider,
     residual_add,
@@ -38,7 +41,7 @@ from engines.train.megatron.layers import (
 from engines.train.recompute import recomputed
 from engines.train.slots import PackedSlot
 from model_specs.errors import EngineError, SpecError
-from model_specs.model_spec import ModelSpec
+from model_specs.model_spec import ModelSpec, MoeModelSpec, MoeSpec
 
 EXACT_OPS = frozenset(
     {
@@ -104,6 +107,7 @@ def transformer_config(spec: ModelSpec, *, compute_dtype: torch.dtype) -> Transf
             f"model.rope_scaling={spec.rope_scaling} is not implemented by the shared rotary op; "
             "only the default (None) is"
         )
+    experts = _expert_settings(spec.moe) if isinstance(spec, MoeModelSpec) else {}
     config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -132,15 +136,31 @@ def transformer_config(spec: ModelSpec, *, compute_dtype: torch.dtype) -> Transf
         bf16=compute_dtype == torch.bfloat16,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
+        **experts,
     )
-    config.rotary_base = spec.rope_theta  # read by the core attention of the layer spec
+    # Read by the parts of the layer spec; Megatron has no such settings.
+    config.rotary_base = spec.rope_theta
+    if isinstance(spec, MoeModelSpec):
+        config.normalize_expert_weights = spec.moe.normalize_weights
     return config
+
+
+def _expert_settings(moe: MoeSpec) -> dict[str, Any]:
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.experts_per_token,
+        "moe_ffn_hidden_size": moe.intermediate_size,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_grouped_gemm": False,
+    }
 
 
 def block_spec(
     config: TransformerConfig, *, gradient_checkpointing: bool
 ) -> TransformerBlockSubmodules:
-    """Return the layers of a dense decoder and its last norm, on the shared ops."""
+    """Return the layers of a decoder and its last norm, on the shared ops."""
     backend = SharedSpecProvider()
     norm = backend.layer_norm(rms_norm=True)
     qk_norm = norm if config.qk_layernorm else IdentityOp
@@ -155,14 +175,15 @@ def block_spec(
             k_layernorm=qk_norm,
         ),
     )
-    mlp = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(
-            linear_fc1=backend.column_parallel_linear(),
-            linear_fc2=backend.row_parallel_linear(),
-            activation_func=backend.activation_func(),
-        ),
+    parts = MLPSubmodules(
+        linear_fc1=backend.column_parallel_linear(),
+        linear_fc2=backend.row_parallel_linear(),
+        activation_func=backend.activation_func(),
     )
+    mlp = ModuleSpec(module=MLP, submodules=parts)
+    if config.num_moe_experts:
+        experts = ModuleSpec(module=SequentialMLP, submodules=parts)
+        mlp = ModuleSpec(module=MixtureOfExperts, submodules=MoESubmodules(experts=experts))
     layer = ModuleSpec(
         module=RecomputedLayer if gradient_checkpointing else TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -19,13 +19,14 @@ import torch
 
 from model_specs.errors import EngineError
 from model_specs.families.decoder import parameter_shapes
-from model_specs.model_spec import ModelSpec
+from model_specs.model_spec import ModelSpec, MoeModelSpec
 
-_WHOLE = {
+WHOLE = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
 }
+"""Outside of the layers, the same in every family."""
 _LAYER_WHOLE = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -33,8 +34,10 @@ _LAYER_WHOLE = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +64,8 @@ def logical_blocks(name: str, tensor: torch.Tensor, spec: ModelSpec) -> Iterator
         EngineError: A name that has no logical one, or a number of rows that the spec does not
             imply.
     """
-    if name in _WHOLE:
-        yield LogicalBlock(name=_WHOLE[name], row_offset=0, rows=tensor)
+    if name in WHOLE:
+        yield LogicalBlock(name=WHOLE[name], row_offset=0, rows=tensor)
         return
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -71,25 +74,42 @@ def logical_blocks(name: str, tensor: torch.Tensor, spec: ModelSpec) -> Iterator
     if inner in _LAYER_WHOLE:
         yield LogicalBlock(name=prefix + _LAYER_WHOLE[inner], row_offset=0, rows=tensor)
         return
+    expert = _EXPERT.fullmatch(inner)
+    if expert is not None and isinstance(spec, MoeModelSpec):
+        prefix += f"mlp.experts.{expert[1]}."
+        if expert[2] == "2":
+            yield LogicalBlock(name=prefix + "down_proj.weight", row_offset=0, rows=tensor)
+        else:
+            yield from gate_and_up(name, prefix, tensor, spec.moe.intermediate_size)
+        return
+    if inner == "mlp.linear_fc1.weight":
+        yield from gate_and_up(name, prefix + "mlp.", tensor, spec.intermediate_size)
+        return
     module, _, kind = inner.rpartition(".")
-    if module == "self_attention.linear_qkv":
-        start = 0
-        for part, row_offset, count in _qkv_rows(spec):
-            rows = tensor[start : start + count]
-            full = f"{prefix}self_attn.{part}.{kind}"
-            yield LogicalBlock(name=full, row_offset=row_offset, rows=rows)
-            start += count
-    elif module == "mlp.linear_fc1":
-        start, count = 0, spec.intermediate_size
-        for part in ("gate_proj", "up_proj"):
-            rows = tensor[start : start + count]
-            yield LogicalBlock(name=f"{prefix}mlp.{part}.{kind}", row_offset=0, rows=rows)
-            start += count
-    else:
+    if module != "self_attention.linear_qkv":
         raise EngineError(f"{name} has no name in a {spec.family} checkpoint; extend {__name__}")
-    if start != tensor.shape[0]:
+    _check_rows(name, tensor, sum(count for *_, count in _qkv_rows(spec)))
+    start = 0
+    for part, row_offset, count in _qkv_rows(spec):
+        yield LogicalBlock(
+            name=f"{prefix}self_attn.{part}.{kind}",
+            row_offset=row_offset,
+            rows=tensor[start : start + count],
+        )
+        start += count
+
+
+def gate_and_up(name: str, prefix: str, tensor: torch.Tensor, width: int) -> Iterator[LogicalBlock]:
+    """Yield the two halves of a fused first projection of `width` rows each, gate first."""
+    _check_rows(name, tensor, 2 * width)
+    for part, rows in zip(("gate_proj", "up_proj"), tensor.split(width), strict=True):
+        yield LogicalBlock(name=f"{prefix}{part}.weight", row_offset=0, rows=rows)
+
+
+def _check_rows(name: str, tensor: torch.Tensor, wanted: int) -> None:
+    if tensor.shape[0] != wanted:
         raise EngineError(
-            f"{name} has {tensor.shape[0]} rows, but the spec implies {start}; check the sizes of "
+            f"{name} has {tensor.shape[0]} rows, but the spec implies {wanted}; check the sizes of "
             "model and spec"
         )
 
@@ -121,7 +141,7 @@ def all_blocks(
     faults = [f"{name} is missing" for name in sorted(wanted.keys() - covered.keys())]
     faults += [f"{name} is unknown" for name in sorted(covered.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & covered.keys()):
-        found = _joined_shape(covered[name])
+        found = joined_shape(covered[name])
         if found != wanted[name]:
             faults.append(f"{name} is {found}, the spec implies {wanted[name]}")
     if faults:
@@ -129,7 +149,7 @@ def all_blocks(
     return blocks
 
 
-def _joined_shape(blocks: list[LogicalBlock]) -> tuple[int, ...] | None:
+def joined_shape(blocks: list[LogicalBlock]) -> tuple[int, ...] | None:
     """Return the shape of blocks that follow each other without gap or overlap, else None."""
     end = 0
     for block in sorted(blocks, key=lambda item: item.row_offset):

@@ -11,6 +11,7 @@ was written, at any number of ranks. The keys and the torch DCP files below are 
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +21,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from engines.checkpoint.dcp import DcpStorage, last_line
+from engines.checkpoint.dcp import last_line
 from model_specs.errors import CheckpointError
 
 
@@ -64,24 +71,36 @@ class DistCheckpointing:
                 tensor.copy_(loaded[key])
 
 
-class _InProcessSave(SaveShardedStrategy):
-    """Writes the main replicas of whole tensors as torch DCP, synchronously."""
+class _PackedObjects(DefaultSavePlanner):
+    """Writes the bytes of an object as they are, where torch would pack them once more."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return object
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """Writes the main replicas of whole tensors, and of Megatron's own objects, synchronously.
+
+    megatron-core 0.19 keeps what is common to all ranks as such an object, 0.16 in a file beside.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return False
-
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Write this rank's main replicas; a collective."""
-        tensors = {
-            shard.key: shard.data
-            for shard in sharded_state_dict.values()
-            if is_main_replica(shard.replica_id)
-        }
-        DcpStorage().write(Path(checkpoint_dir), tensors)
+        mine: dict[str, Any] = {}
+        for shard in sharded_state_dict.values():
+            if not is_main_replica(shard.replica_id):
+                continue
+            if isinstance(shard, ShardedObject):
+                packed = io.BytesIO()
+                torch.save([shard.data], packed)  # a list of the parts that one rank holds
+                mine[shard.unique_key] = packed
+            else:
+                mine[shard.key] = shard.data
+        planner = _PackedObjects(flatten_state_dict=False)
+        checkpoint.save(mine, checkpoint_id=str(checkpoint_dir), planner=planner)
 
 
 def _sharded(tensors: Mapping[str, torch.Tensor]) -> dict[str, ShardedTensor]:

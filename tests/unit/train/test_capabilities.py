@@ -1,4 +1,4 @@
-"""The capability table: what no trainer does is refused by its row's name before a start."""
+"""The capability table: what no trainer does is refused by its row, before anything starts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 
 import engines.train.registry as registry
+from engines.provenance.fence import Fence
 from engines.train.registry import CAPABILITIES, TRAINERS, check_supported, refusals
 from model_specs.errors import SpecError, UnsupportedError
 from model_specs.fingerprint import trajectory_fingerprint
@@ -20,6 +21,7 @@ from model_specs.recipes.tiny_cpu import recipe
 from model_specs.registry import RECIPES, load_recipe
 from model_specs.run_spec import RunSpec
 from model_specs.trainer_options import TrainerOptions
+from tasks.session import leg_session
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -67,7 +69,7 @@ def test_every_refusing_row_has_a_test_and_every_option_a_row() -> None:
     assert nobody == set(REFUSED) | {"stock numerics on CUDA"}
     asked_by_rows = set()
     for name, field in TrainerOptions.model_fields.items():
-        other = {False: True, 1: 2, "full": "disk", "mlflow": "wandb"}[field.default]
+        other = {False: True, 1: 2, "full": "disk", "mlflow": "wandb", None: 9216}[field.default]
         spec = recipe().model_copy(update={"trainer_options": TrainerOptions(**{name: other})})
         if any(f"trainer_options.{name}=" in str(row.asked(spec)) for row in CAPABILITIES):
             asked_by_rows.add(name)
@@ -148,6 +150,16 @@ def test_options_decide_no_bit_but_the_trainer_is_identity() -> None:
     assert trajectory_fingerprint(checkpointing) == plain
     megatron = apply_overrides(recipe(), ("trainer=megatron",))
     assert trajectory_fingerprint(megatron) != plain
+
+
+def test_a_session_is_refused_before_anything_of_it_exists(tmp_path: Path) -> None:
+    spec = apply_overrides(recipe(), ("trainer_options.async_save=true",))
+    with (
+        pytest.raises(UnsupportedError, match="asynchronous save"),
+        leg_session(spec, run_dir=tmp_path, leg="a", fence=Fence(tmp_path, 1)),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_refuses_with_code_14_before_anything_starts(tmp_path: Path) -> None:

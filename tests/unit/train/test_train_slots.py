@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from engines.contracts import TrainSample
 from engines.numerics import ROW_BLOCK
-from engines.train.slots import pack_slot, plan_slots
+from engines.train.slots import num_rows, pack_slot, plan_micro_batches, plan_slots
 from model_specs.errors import EngineError
 
 
@@ -70,3 +72,32 @@ def test_sample_without_prompt_or_completion_is_refused_by_name(
 ) -> None:
     with pytest.raises(EngineError, match="7/x/0"):
         pack_slot([sample("7/x/0", prompt, completion)])
+
+
+@given(
+    st.lists(st.integers(1, 9), max_size=30),
+    st.one_of(st.none(), st.integers(9, 40)),
+    st.integers(1, 6),
+)
+def test_micro_batches_hold_every_sample_once_in_order_and_fit(
+    rows: list[int], bound: int | None, most: int
+) -> None:
+    plan = plan_micro_batches(rows, max_rows=bound, max_samples=most)
+    assert [index for batch in plan for index in batch] == list(range(len(rows)))
+    assert all(1 <= len(batch) <= most for batch in plan)
+    assert all(bound is None or sum(rows[i] for i in batch) <= bound for batch in plan)
+    # Greedy: a batch was only ended where the next sample would not have fitted.
+    for batch, following in itertools.pairwise(plan):
+        together = sum(rows[i] for i in batch) + rows[following[0]]
+        assert len(batch) == most or (bound is not None and together > bound)
+
+
+def test_a_sample_above_the_bound_is_refused_with_both_numbers() -> None:
+    with pytest.raises(EngineError, match=r"sample 1 takes 192 rows, .*max_tokens_per_rank=128"):
+        plan_micro_batches([64, 192], max_rows=128, max_samples=8)
+
+
+@given(st.integers(1, 150), st.integers(1, 150))
+def test_rows_of_a_sample_are_those_that_it_is_packed_in(prompt: int, completion: int) -> None:
+    one = sample("a", prompt, completion)
+    assert num_rows(one) == len(pack_slot([one]).ids)
