@@ -34,7 +34,9 @@ class ArtifactRef:
     """A file or folder by place, kind and content."""
 
     uri: str
-    kind: Literal["model", "data", "prompts", "dcp", "checkpoint", "export", "ledger", "report"]
+    kind: Literal[
+        "model", "data", "evals", "prompts", "dcp", "checkpoint", "export", "ledger", "report"
+    ]
     digest: str
 
 

@@ -25,14 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from engines.seeds import derive_seed
+from model_specs.data_spec import DATA_SUFFIXES
 from model_specs.errors import ArtifactError, SpecError
 from model_specs.run_spec import RunSpec
 
 ARITHMETIC_ROWS = {"train": 256, "test": 64}
 """Number of rows of each split of `generated:arithmetic`."""
-
-DATA_SUFFIXES = (".jsonl", ".parquet")
-"""Kinds of data files, by the end of their names."""
 
 
 def data_file(source: str | Path, *, split: str) -> Path:

@@ -69,21 +69,42 @@ class TensorKeeper:
         return f"{self.folder}/step-{step:06d}-{update}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnStep:
+    """One rollout with its rewards and advantages: all that the updates of its step need."""
+
+    step: int
+    prompts: tuple[Prompt, ...]
+    samples: tuple[Sample, ...]
+    rewards: tuple[float, ...]
+    """One a sample, float32 values."""
+    advantages: tuple[float, ...]
+    """One a sample that is trained on (`engines.group_selection`), float32 values."""
+    groups_with_variance: int
+
+
 def initial_push(
     trainer: Trainer,
-    rollout: RolloutEngine,
+    rollout: RolloutEngine | None,
     *,
-    keeper: TensorKeeper | None = None,
+    step: int = 0,
+    state_digest: str | None = None,
 ) -> StepOutcome:
-    """Line 0 of a ledger: the initial weights and the first push."""
-    weights = trainer.weight_digests()
-    sent, received, violations = push(trainer, rollout, version=0, flip=None, keep=None)
+    """First line of a ledger: the weights that a leg begins with and their first push.
+
+    Args:
+        trainer: Holds the weights of `step`.
+        rollout: None where nothing is drawn.
+        step: 0, or the step of the checkpoint that a leg of its own begins with.
+        state_digest: Of weights, optimizer state and progress; recorded under `optimizer`.
+    """
+    digests: dict[str, Mapping[str, str]] = {"weights": trainer.weight_digests()}
+    if state_digest is not None:
+        digests["optimizer"] = {"state": state_digest}
+    pushed, violations = _pushed(trainer, rollout, version=step, flip=None, keep=None)
     return StepOutcome(
         record=StepRecord(
-            step=0,
-            update=-1,
-            digests={"weights": weights, "sent": sent, "received": received},
-            violations=violations,
+            step=step, update=-1, digests={**digests, **pushed}, violations=violations
         )
     )
 
@@ -99,37 +120,42 @@ def steps(
     commit: Commit,
     keeper: TensorKeeper | None = None,
     flip: Flip | None = None,
+    on_drawn: Callable[[DrawnStep], None] | None = None,
 ) -> Iterator[StepOutcome]:
     """Run steps `start + 1` to `stop`; yields one outcome an update.
 
     The engines must hold the weights of step `start`. `flip`, where given, flips one bit of one
-    live value at its step.
+    live value at its step. `on_drawn` is given each step's rollout before it is trained on.
     """
     for step in range(start + 1, stop + 1):
-        yield from _step(
+        clock = _Clock()
+        flipped = flip if flip is not None and flip.step == step else None
+        drawn = draw_step(rollout, spec, prompts, step=step, flip=flipped, clock=clock)
+        if on_drawn is not None:
+            on_drawn(drawn)
+        yield from train_step(
             trainer,
             rollout,
             spec,
-            prompts,
-            step=step,
+            drawn,
             commit=commit,
             keeper=keeper,
-            flip=flip if flip is not None and flip.step == step else None,
+            flip=flipped,
+            clock=clock,
         )
 
 
-def _step(
-    trainer: Trainer,
+def draw_step(
     rollout: RolloutEngine,
     spec: RunSpec,
     prompts: PromptSet,
     *,
     step: int,
-    commit: Commit,
-    keeper: TensorKeeper | None,
-    flip: Flip | None,
-) -> Iterator[StepOutcome]:
-    clock = _Clock()
+    flip: Flip | None = None,
+    clock: _Clock | None = None,
+) -> DrawnStep:
+    """Draw and reward the samples of a step at the weights that the engine holds."""
+    clock = clock or _Clock()
     chosen = [prompts.prompts[i] for i in prompt_order(len(prompts.prompts), spec, step)]
     requests = sample_requests(chosen, spec, step)
     drawn = _flip_samples(tuple(rollout.generate(requests)), flip)
@@ -137,25 +163,53 @@ def _step(
     labels = {prompt.prompt_id: prompt.label for prompt in chosen}
     scored = score_samples(drawn, labels, spec.reward, metadata=metadata_of(chosen))
     rewards = _flip_values(scored, drawn, flip, "rewards")
-    selection = select_groups(_groups(rewards, spec), wanted=spec.data.prompts_per_step)
-    kept = selection.samples(spec.sampling.samples_per_prompt)
-    samples = tuple(drawn[index] for index in kept)
+    kept = _selection(rewards, spec).samples(spec.sampling.samples_per_prompt)
+    samples = [drawn[index] for index in kept]
     advantages = _advantages([rewards[index] for index in kept], spec, step)
     advantage_values = _flip_values(advantages.values, samples, flip, "advantages")
-    train_samples = _train_samples(samples, advantage_values, spec)
     clock.lap("perf/reward_s")
+    return DrawnStep(
+        step=step,
+        prompts=tuple(chosen),
+        samples=drawn,
+        rewards=tuple(rewards),
+        advantages=advantage_values,
+        groups_with_variance=advantages.groups_with_variance,
+    )
 
+
+def train_step(
+    trainer: Trainer,
+    rollout: RolloutEngine | None,
+    spec: RunSpec,
+    drawn: DrawnStep,
+    *,
+    commit: Commit,
+    keeper: TensorKeeper | None = None,
+    flip: Flip | None = None,
+    clock: _Clock | None = None,
+) -> Iterator[StepOutcome]:
+    """Score a rollout, judge it at the gate and run its updates; yields one outcome an update.
+
+    Without a rollout engine the weights are sent to nobody: there is no digest of what was
+    received.
+    """
+    clock = clock or _Clock()
+    step = drawn.step
+    kept = _selection(drawn.rewards, spec).samples(spec.sampling.samples_per_prompt)
+    samples = [drawn.samples[index] for index in kept]
+    train_samples = _train_samples(samples, drawn.advantages, spec)
     commit(step, "train_logprobs", trainer.score(train_samples, flip=flip))
     scores = trainer.scores()
     clock.lap("perf/score_s")
     gate = compare_logprobs(step, samples, scores)
-    by_id = dict(zip((s.request_id for s in samples), advantage_values, strict=True))
-    values = _sample_values(chosen, drawn, rewards, by_id, scores)
-    rows = _table(step, chosen, drawn, rewards, by_id, gate)
+    by_id = dict(zip((s.request_id for s in samples), drawn.advantages, strict=True))
+    values = _sample_values(drawn, by_id, scores)
+    rows = _table(drawn, by_id, gate)
     metrics = {
-        **_step_metrics(drawn, rewards, selection, gate),
+        **rollout_metrics(drawn, spec),
+        **_gate_metrics(gate),
         **mismatch_metrics(samples, scores, tis_clip=spec.loss.tis_clip),
-        **(selection.metrics() if spec.sampling.oversample > 1 else {}),
     }
     train_samples = _with_behaviour(train_samples, samples, spec)
     clock.lap("perf/gate_s")
@@ -172,8 +226,8 @@ def _step(
         on_report = spec.plan.gates.logprobs == "report"
         violations = gate.violations(on_report=on_report) if update == 0 else ()
         if update == num_updates - 1:
-            sent, received, unequal = push(trainer, rollout, version=step, flip=flip, keep=keep)
-            digests |= {"sent": sent, "received": received}
+            pushed, unequal = _pushed(trainer, rollout, version=step, flip=flip, keep=keep)
+            digests |= pushed
             violations += unequal
             clock.lap("perf/push_s")
         yield StepOutcome(
@@ -187,7 +241,7 @@ def _step(
             ),
             values=values if update == 0 else {},
             gate=gate if update == 0 else None,
-            groups_with_variance=advantages.groups_with_variance if update == 0 else 0,
+            groups_with_variance=drawn.groups_with_variance if update == 0 else 0,
             changed_weights=record.changed_weights,
         )
 
@@ -229,6 +283,27 @@ def push(
         for name in unequal
     )
     return sent, received, violations
+
+
+def _pushed(
+    trainer: Trainer,
+    rollout: RolloutEngine | None,
+    *,
+    version: int,
+    flip: Flip | None,
+    keep: str | None,
+) -> tuple[dict[str, Mapping[str, str]], tuple[str, ...]]:
+    """Probe -> name -> digest of a push, and where sent and received are not equal."""
+    if rollout is None:
+        _, sent = trainer.send(version=version, flip=flip, keep_to=keep)
+        return {"sent": sent}, ()
+    sent, received, unequal = push(trainer, rollout, version=version, flip=flip, keep=keep)
+    return {"sent": sent, "received": received}, unequal
+
+
+def _selection(rewards: Sequence[float], spec: RunSpec) -> Selection:
+    """Which groups are trained on: a function of the rewards alone."""
+    return select_groups(_groups(rewards, spec), wanted=spec.data.prompts_per_step)
 
 
 def _groups(rewards: Sequence[float], spec: RunSpec) -> list[Sequence[float]]:
@@ -315,9 +390,7 @@ def _check_element(flip: Flip, length: int) -> None:
 
 
 def _sample_values(
-    prompts: Sequence[Prompt],
-    samples: Sequence[Sample],
-    rewards: Sequence[float],
+    drawn: DrawnStep,
     advantages: Mapping[str, float],
     scores: Mapping[str, Sequence[float]],
 ) -> dict[str, dict[str, list[Any]]]:
@@ -326,12 +399,13 @@ def _sample_values(
     What was drawn is there whether it is trained on or not; advantages and train log-probs are
     those of the samples that are.
     """
+    samples = drawn.samples
     ids = [sample.request_id for sample in samples]
     return {
-        "prompts": {prompt.prompt_id: list(prompt.token_ids) for prompt in prompts},
+        "prompts": {prompt.prompt_id: list(prompt.token_ids) for prompt in drawn.prompts},
         "tokens": {sample.request_id: list(sample.token_ids) for sample in samples},
         "rollout_logprobs": {sample.request_id: list(sample.logprobs) for sample in samples},
-        "rewards": {name: [value] for name, value in zip(ids, rewards, strict=True)},
+        "rewards": {name: [value] for name, value in zip(ids, drawn.rewards, strict=True)},
         "advantages": {name: [advantages[name]] for name in ids if name in advantages},
         "train_logprobs": {name: list(scores[name]) for name in ids if name in scores},
     }
@@ -350,17 +424,12 @@ def _sample_digests(values: Values) -> dict[str, dict[str, str]]:
 
 
 def _table(
-    step: int,
-    prompts: Sequence[Prompt],
-    samples: Sequence[Sample],
-    rewards: Sequence[float],
-    advantages: Mapping[str, float],
-    gate: StepGate,
+    drawn: DrawnStep, advantages: Mapping[str, float], gate: StepGate
 ) -> tuple[Mapping[str, Any], ...]:
-    by_id = {prompt.prompt_id: prompt for prompt in prompts}
+    by_id = {prompt.prompt_id: prompt for prompt in drawn.prompts}
     return tuple(
         {
-            "step": step,
+            "step": drawn.step,
             "request_id": sample.request_id,
             "prompt_id": sample.prompt_id,
             "prompt": by_id[sample.prompt_id].text,
@@ -373,17 +442,14 @@ def _table(
             "finish_reason": sample.finish_reason,
             "worst_logprob_diff": gate.worst_by_request.get(sample.request_id, math.nan),
         }
-        for sample, reward in zip(samples, rewards, strict=True)
+        for sample, reward in zip(drawn.samples, drawn.rewards, strict=True)
     )
 
 
-def _step_metrics(
-    samples: Sequence[Sample],
-    rewards: Sequence[float],
-    selection: Selection,
-    gate: StepGate,
-) -> dict[str, float]:
-    """Figures of all that was drawn, and of the gate over what is trained on."""
+def rollout_metrics(drawn: DrawnStep, spec: RunSpec) -> dict[str, float]:
+    """Metric name -> value of all that was drawn and rewarded, trained on or not."""
+    rewards, samples = drawn.rewards, drawn.samples
+    selection = _selection(drawn.rewards, spec)
     mean = math.fsum(rewards) / len(rewards)
     variance = math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)
     lengths = [len(sample.token_ids) for sample in samples]
@@ -396,6 +462,12 @@ def _step_metrics(
         "rollout/response_length/mean": sum(lengths) / len(lengths),
         "rollout/response_length/max": float(max(lengths)),
         "rollout/truncated_ratio": truncated / len(samples),
+        **(selection.metrics() if spec.sampling.oversample > 1 else {}),
+    }
+
+
+def _gate_metrics(gate: StepGate) -> dict[str, float]:
+    return {
         "gate/logprob_abs_diff/max": gate.max_abs_diff,
         "gate/logprob_abs_diff/mean": gate.mean_abs_diff,
         "gate/logprob_abs_diff/p999": gate.p999_abs_diff,

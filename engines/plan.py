@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from model_specs.errors import SpecError
 from model_specs.run_spec import PlanSpec
 
 
@@ -12,3 +13,26 @@ def segment_stops(plan: PlanSpec, start: int) -> tuple[int, ...]:
         for step in range(start + 1, plan.num_steps + 1)
         if step % plan.checkpoint_every == 0 or step == plan.num_steps
     )
+
+
+def segment_bounds(
+    plan: PlanSpec, *, segment: int, start_step: int, last_step: int
+) -> tuple[int, int]:
+    """Return the step that a segment (from 1) begins after, and its last step.
+
+    Args:
+        plan: Plan of the run.
+        segment: Number of the checkpoint interval.
+        start_step: Step that the run begins after.
+        last_step: How far the run has come; a segment that it has not finished does not count.
+
+    Raises:
+        SpecError: There is no such segment.
+    """
+    stops = [step for step in segment_stops(plan, start_step) if step <= last_step]
+    if not 1 <= segment <= len(stops):
+        raise SpecError(
+            f"segment {segment}: the run has {len(stops)} finished segments, which end with steps "
+            f"{stops}"
+        )
+    return [start_step, *stops][segment - 1], stops[segment - 1]

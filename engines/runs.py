@@ -11,7 +11,7 @@ from typing import Any
 
 from engines.contracts import ArtifactRef
 from engines.provenance.fence import Fence, RunFolder, write_durably
-from model_specs.errors import SpecError
+from model_specs.errors import CheckpointError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.run_spec import RunSpec
 
@@ -99,11 +99,30 @@ def checkpoints(leg_folder: Path) -> dict[int, ArtifactRef]:
     """Step -> committed checkpoint of a leg; one without its last-written meta.json is torn."""
     found = {}
     for meta_path in sorted(leg_folder.glob("checkpoints/step-*/meta.json")):
+        if meta_path.parent.suffix:  # being written, or replaced by another
+            continue
         meta = read_json(meta_path)
         found[int(meta["step"])] = ArtifactRef(
             uri=str(meta_path.parent), kind="checkpoint", digest=meta["state_digest"]
         )
     return found
+
+
+def checkpoint_at(leg_folder: Path, step: int | None) -> tuple[int, ArtifactRef]:
+    """The committed checkpoint of a step, or the newest where `step` is None.
+
+    Raises:
+        CheckpointError: There is none, listing those that there are.
+    """
+    found = checkpoints(leg_folder)
+    if not found:
+        raise CheckpointError(f"{leg_folder} has no committed checkpoint")
+    chosen = max(found) if step is None else step
+    if chosen not in found:
+        raise CheckpointError(
+            f"{leg_folder} has no committed checkpoint of step {chosen}; it has {sorted(found)}"
+        )
+    return chosen, found[chosen]
 
 
 def read_json(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: run, resume, diff, show, doctor.
+"""The command line: run, resume, fork, export, verify, diff, show, doctor.
 
 Every command ends with the exit code of its verdict. Nothing heavy is imported before a command
 needs it: `diff`, `show` and `doctor` load neither Prefect nor torch.
@@ -40,6 +40,8 @@ def run(
     twin: Annotated[bool, Parameter(negative=())] = False,
     inject_flip: str | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
+    rollout_only: Annotated[bool, Parameter(negative=())] = False,
+    train_only: Path | None = None,
     set_: Set = (),
     runs_dir: RunsDir = Path("runs"),
     run_id: str | None = None,
@@ -57,6 +59,10 @@ def run(
         With --twin: flip one bit of a live value in leg b, for example `step=3,probe=grads`.
     dry_run
         Print the resolved spec, its fingerprints and the stage plan; start nothing.
+    rollout_only
+        Draw and reward all steps at the initial weights and dump them; train nothing.
+    train_only
+        Train on dumped rollouts (a file, a folder of them, or RUN/LEG) without a rollout engine.
     run_id
         Name of the new run folder.
     """
@@ -64,6 +70,8 @@ def run(
 
     if inject_flip is not None and not twin:
         raise SpecError("--inject-flip needs --twin: a flip is found by comparing two legs")
+    if sum((twin or dry_run, rollout_only, train_only is not None)) > 1:
+        raise SpecError("--rollout-only and --train-only are runs of their own: give one alone")
     if dry_run:
         return dry.show_plan(recipe, set_, twin=twin, as_json=json)
     dry.check(recipe, set_, inject_flip)
@@ -78,6 +86,13 @@ def run(
         flip = run_request.flip_request(inject_flip)
         wanted = run_request.NightlyRequest(**asked, inject_flip=flip)
         return finish(lambda: nightly(wanted, **place), json)
+    if rollout_only or train_only is not None:
+        from flows import halves
+
+        common = {"recipe": recipe, "overrides": set_, **place}
+        if train_only is None:
+            return finish(lambda: halves.rollout_only(**common), json)
+        return finish(lambda: halves.train_only(str(train_only), **common), json)
     from flows.train import train
 
     return finish(lambda: train(run_request.TrainRequest(**asked), **place), json)
@@ -116,6 +131,112 @@ def resume(
             leg=leg,
             runs_dir=str(runs_dir),
             return_state=True,
+        ),
+        json,
+    )
+
+
+@app.command
+def fork(
+    run: str,
+    *,
+    set_: Set = (),
+    leg: str = "a",
+    runs_dir: RunsDir = Path("runs"),
+    run_id: str | None = None,
+    json: Json = False,
+) -> int:
+    """Start a new run from a committed checkpoint of another: RUN for the newest, or RUN@STEP.
+
+    Parameters
+    ----------
+    run
+        Parent run, optionally with @STEP.
+    leg
+        Leg of the parent.
+    run_id
+        Name of the new run folder.
+    """
+    name, step = parse_run_at_step(run)
+    prepare_process(json)
+    from flows.fork import fork as fork_flow
+
+    return finish(
+        lambda: fork_flow(
+            run=name,
+            step=step,
+            overrides=set_,
+            leg=leg,
+            runs_dir=str(runs_dir),
+            run_id=run_id,
+            return_state=True,
+        ),
+        json,
+    )
+
+
+@app.command
+def export(
+    run: str,
+    *,
+    out: Path | None = None,
+    leg: str = "a",
+    runs_dir: RunsDir = Path("runs"),
+    json: Json = False,
+) -> int:
+    """Write a committed checkpoint as a Hugging Face folder: RUN for the newest, or RUN@STEP.
+
+    Parameters
+    ----------
+    run
+        Run, optionally with @STEP.
+    out
+        New folder; RUN/LEG/exports/step-... when omitted.
+    leg
+        Leg of the run.
+    """
+    name, step = parse_run_at_step(run)
+    prepare_process(json)
+    from flows import console
+    from flows.export import export as export_flow
+
+    state = export_flow(
+        run=name,
+        step=step,
+        out=None if out is None else str(out),
+        leg=leg,
+        runs_dir=str(runs_dir),
+        return_state=True,
+    )
+    return console.show_export(state, as_json=json)
+
+
+@app.command
+def verify(
+    run: str,
+    *,
+    segment: int,
+    leg: str = "a",
+    runs_dir: RunsDir = Path("runs"),
+    json: Json = False,
+) -> int:
+    """Run one checkpoint interval again and compare it with the ledger: Identical or Diverged.
+
+    Parameters
+    ----------
+    run
+        Run name or folder.
+    segment
+        Number of the interval from 1: segment K is the steps from checkpoint K-1 to checkpoint K.
+    leg
+        Leg of the run.
+    """
+    prepare_process(json)
+    from flows.verify import verify as verify_flow
+
+    return finish(
+        lambda: verify_flow(
+            run=run, segment=segment, leg=leg, runs_dir=str(runs_dir), return_state=True
         ),
         json,
     )

@@ -46,12 +46,19 @@ def final_state(verdict: Verdict, *, headline: str, details: Mapping[str, Any]) 
 
 
 def conclude(
-    run: Run, legs: Sequence[compare.LegResult], comparison: Comparison | None = None
+    run: Run,
+    legs: Sequence[compare.LegResult],
+    comparison: Comparison | None = None,
+    *,
+    more: Mapping[str, Any] | None = None,
 ) -> State:
-    """Put the outcome together, show it everywhere, and return it as the flow's final state."""
+    """Put the outcome together, show it everywhere, and return it as the flow's final state.
+
+    `more` stands beside the figures in verdict.json, and its `about` in front of the headline.
+    """
     tracked = tracking.sync_quietly(run.folder)
     command = tracked.ui_command if tracked else None
-    outcome = compare.conclude(run, legs, comparison, mlflow_command=command)
+    outcome = compare.conclude(run, legs, comparison, mlflow_command=command, more=more)
     publish(run.folder, outcome, mlflow_page=tracked.page if tracked else None)
     tracking.sync_quietly(run.folder)
     return final_state(outcome.verdict, headline=outcome.headline, details=outcome.details)

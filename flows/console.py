@@ -15,7 +15,7 @@ from rich.text import Text
 from engines.provenance.diff import Comparison, compare_ledgers
 from engines.provenance.ledger import read_ledger
 from engines.provenance.verdict import Verdict
-from engines.runs import legs, open_leg, open_run, read_json
+from engines.runs import legs, open_leg, open_run, read_json, read_spec
 from model_specs.errors import LockstepError
 
 OUT = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -39,9 +39,32 @@ def show_outcome(state: Any, *, as_json: bool) -> int:
     folder = Path(details["folder"])
     if as_json:
         OUT.print_json(json.dumps(details, default=str))
+    elif details["verdict"] is None:
+        OUT.print(details["headline"])
+        OUT.print(f"run folder    {folder}")
     else:
         print_run(folder, details)
     return int(details["exit_code"])
+
+
+def show_export(state: Any, *, as_json: bool) -> int:
+    """Print where a checkpoint was exported to; returns the exit code."""
+    details = state.result(raise_on_failure=False)
+    if isinstance(details, LockstepError):
+        raise details
+    if not isinstance(details, Mapping):
+        if isinstance(details, BaseException):
+            traceback.print_exception(details)
+        ERR.print(f"The flow ended as {state.name}: {state.message}")
+        return 1
+    if as_json:
+        OUT.print_json(json.dumps(details))
+    else:
+        source = f"{details['run_id']}/{details['leg']}@{details['step']}"
+        OUT.print(f"exported {source} to {details['folder']}")
+        OUT.print(f"state {details['state_digest']}")
+        OUT.print(f"tensors {details['digest']}")
+    return 0
 
 
 def show_run(run: str, *, runs_dir: Path, as_json: bool) -> int:
@@ -61,6 +84,9 @@ def show_run(run: str, *, runs_dir: Path, as_json: bool) -> int:
         OUT.print_json(json.dumps(details))
     else:
         print_run(folder, details)
+        origin = read_spec(folder).origin
+        if origin is not None:
+            OUT.print(f"forked from   {origin.run}/{origin.leg}@{origin.step}")
         for leg in legs(folder):
             OUT.print(_steps_table(folder / leg, leg))
     return int(details["exit_code"])

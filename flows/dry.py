@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from engines.checkpoint.retention import disk_need
 from engines.faults import parse_flip
 from engines.provenance.verdict import Verdict
 from engines.train.registry import check_supported
@@ -54,6 +55,7 @@ def show_plan(recipe: str, overrides: tuple[str, ...], *, twin: bool, as_json: b
         "spec": json.loads(spec.model_dump_json()),
         "trajectory_fingerprint": trajectory_fingerprint(spec),
         "plan_fingerprint": plan_fingerprint(spec),
+        "disk_need": str(disk_need(spec, start_step=0, num_legs=2 if twin else 1)),
         "stages": stage_plan(spec, twin=twin),
     }
     console = Console()
@@ -66,6 +68,7 @@ def show_plan(recipe: str, overrides: tuple[str, ...], *, twin: bool, as_json: b
     console.print(table)
     console.print(f"trajectory {plan['trajectory_fingerprint']}")
     console.print(f"plan       {plan['plan_fingerprint']}")
+    console.print(f"disk need  {plan['disk_need']}")
     console.print(
         "Digests shown as None are filled in by download and then belong to the trajectory."
     )

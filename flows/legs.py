@@ -1,4 +1,7 @@
-"""One complete execution: download, convert, train with checkpoints, export, gates."""
+"""One complete execution, and the parts of one: a segment, the gates, a rollout, its training.
+
+A leg is download, convert, train with checkpoints, export, gates.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,23 @@ import logging
 from pathlib import Path
 
 from engines import runs
-from engines.contracts import Flip
+from engines.contracts import ArtifactRef, Flip
 from engines.plan import segment_stops
 from engines.provenance.verdict import Verdict
-from model_specs.errors import (
-    CheckpointError,
-    DivergedError,
-    EngineError,
-    LockstepError,
-    UnsupportedError,
+from engines.rollout_dump import RolloutDump
+from model_specs.errors import DivergedError, EngineError, LockstepError, UnsupportedError
+from model_specs.run_spec import GatePlan, RunSpec
+from tasks import (
+    checkpoint,
+    convert,
+    download,
+    export,
+    filter_prompts,
+    gates,
+    replay,
+    tracking,
+    train,
 )
-from model_specs.run_spec import RunSpec
-from tasks import checkpoint, convert, download, export, filter_prompts, gates, tracking, train
 from tasks.compare import LegResult
 from tasks.session import leg_session
 
@@ -28,6 +36,8 @@ _VERDICTS: dict[type[LockstepError], Verdict] = {
     DivergedError: Verdict.DIVERGED,
     UnsupportedError: Verdict.UNSUPPORTED,
 }
+VERDICT_ERRORS = tuple(_VERDICTS)
+"""Errors that are the verdict of a leg."""
 
 
 def run_leg(
@@ -41,18 +51,33 @@ def run_leg(
     """Run one leg to its gates; an error that is a verdict is returned as one, to be reported."""
     try:
         return _run_leg(spec, run, leg, resume_step=resume_step, flip=flip)
-    except (EngineError, DivergedError, UnsupportedError) as error:
-        logger.error("%s %s", leg, error)
-        return LegResult(
-            leg=leg,
-            verdict=next(v for kind, v in _VERDICTS.items() if isinstance(error, kind)),
-            reason=str(error),
-            chain_digest="",
-            last_step=resume_step,
-            gates={},
-            processes={},
-            cached_stages=0,
-        )
+    except VERDICT_ERRORS as error:
+        return _failed(leg, error, last_step=resume_step)
+
+
+def _failed(leg: str, error: LockstepError, *, last_step: int) -> LegResult:
+    logger.error("%s %s", leg, error)
+    return LegResult(
+        leg=leg,
+        verdict=next(v for kind, v in _VERDICTS.items() if isinstance(error, kind)),
+        reason=str(error),
+        chain_digest="",
+        last_step=last_step,
+        gates={},
+        processes={},
+        cached_stages=0,
+    )
+
+
+def _start(name: str, spec: RunSpec) -> tuple[download.Inputs, ArtifactRef]:
+    """Bring a session to where it can draw: inputs, converted weights, engines, its prompts."""
+    inputs = download.download(name)
+    weights = convert.convert(name, inputs.model)
+    train.start_engines(name, inputs.model, inputs.data, weights, inputs.evals)
+    gates.preflight(name)
+    if spec.filter is not None:
+        filter_prompts.filter_prompts(name, weights)
+    return inputs, weights
 
 
 def _run_leg(
@@ -60,15 +85,13 @@ def _run_leg(
 ) -> LegResult:
     with leg_session(spec, run_dir=run.folder, leg=leg, fence=run.fence, flip=flip) as session:
         name = session.name
-        inputs = download.download(name)
-        weights = convert.convert(name, inputs.model)
-        train.start_engines(name, inputs.model, inputs.data, weights)
-        gates.preflight(name)
-        if spec.filter is not None:
-            filter_prompts.filter_prompts(name, weights)
-        state = runs.checkpoints(session.folder)[resume_step] if resume_step else weights
-        step = resume_step
-        for stop in segment_stops(spec.plan, resume_step):
+        inputs, weights = _start(name, spec)
+        step = session.start_from = resume_step or spec.start_step
+        if resume_step:
+            state = runs.checkpoints(session.folder)[resume_step]
+        else:
+            state = weights if spec.origin is None else checkpoint.adopt(name)
+        for stop in segment_stops(spec.plan, step):
             segment = train.train_segment(name, state, start_step=step, to_step=stop)
             tracking.sync_quietly(run.folder)
             step = segment.end_step
@@ -82,19 +105,64 @@ def _run_leg(
 
 def gate_leg(spec: RunSpec, run: runs.Run, source: Path) -> LegResult:
     """Run the gates alone on the newest checkpoint of the leg in `source`."""
-    found = runs.checkpoints(source)
-    if not found:
-        raise CheckpointError(f"{source} has no committed checkpoint to run the gates on")
-    step = max(found)
+    step, found = runs.checkpoint_at(source, None)
     with leg_session(spec, run_dir=run.folder, leg="a", fence=run.fence) as session:
         name = session.name
-        inputs = download.download(name)
-        weights = convert.convert(name, inputs.model)
-        train.start_engines(name, inputs.model, inputs.data, weights)
-        gates.preflight(name)
-        if spec.filter is not None:
-            filter_prompts.filter_prompts(name, weights)
-        train.load_state(name, found[step], step=step)
-        exported = export.export(name, found[step], inputs.model)
+        inputs, _ = _start(name, spec)
+        train.load_state(name, found, step=step)
+        exported = export.export(name, found, inputs.model)
         gates.controls(name, exported)
         return gates.judge_without_steps(name, step=step)
+
+
+def segment_leg(
+    spec: RunSpec, run: runs.Run, start: ArtifactRef | None, *, start_step: int, to_step: int
+) -> LegResult:
+    """Run the steps after `start_step` again, in fresh engines and a ledger of their own.
+
+    Args:
+        spec: Spec of the run that is verified; its gates are left out, since its own were judged.
+        run: The scratch run.
+        start: Checkpoint of `start_step`; None for the run's initial weights.
+        start_step: Step that the segment begins after.
+        to_step: Its last step.
+    """
+    gates_off = GatePlan(preflight="off", logprobs="off", controls="off", stop_on_red=False)
+    plan = spec.plan.model_copy(update={"gates": gates_off, "evals": ()})
+    scratch = spec.model_copy(update={"plan": plan})
+    try:
+        with leg_session(scratch, run_dir=run.folder, leg="a", fence=run.fence) as session:
+            name = session.name
+            _, weights = _start(name, scratch)
+            segment = train.train_segment(
+                name, start or weights, start_step=start_step, to_step=to_step
+            )
+            return gates.judge(name, last_step=segment.end_step)
+    except VERDICT_ERRORS as error:
+        return _failed("a", error, last_step=start_step)
+
+
+def rollout_leg(spec: RunSpec, run: runs.Run) -> tuple[Path, ...]:
+    """Draw and reward all steps at the weights that the run begins with; return the dumps."""
+    with leg_session(spec, run_dir=run.folder, leg="a", fence=run.fence) as session:
+        name = session.name
+        _start(name, spec)
+        return replay.draw_steps(name)
+
+
+def replay_leg(
+    spec: RunSpec, run: runs.Run, dumps: tuple[RolloutDump, ...], start: ArtifactRef | None
+) -> LegResult:
+    """Train on dumped rollouts, without a rollout engine, from `start` or the initial weights."""
+    try:
+        with leg_session(
+            spec, run_dir=run.folder, leg="a", fence=run.fence, with_rollout=False
+        ) as session:
+            name = session.name
+            inputs = download.download(name)
+            weights = convert.convert(name, inputs.model)
+            replay.start_trainer(name, weights)
+            segment = replay.train_dumps(name, start or weights, dumps)
+            return gates.judge(name, last_step=segment.end_step)
+    except VERDICT_ERRORS as error:
+        return _failed("a", error, last_step=dumps[0].drawn.step - 1)

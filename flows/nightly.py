@@ -11,6 +11,7 @@ from prefect import flow
 from prefect.states import State
 
 from engines import runs
+from engines.checkpoint.retention import disk_need, require_disk
 from engines.faults import parse_flip
 from engines.seeds import derive_seed
 from flows.conclusion import conclude
@@ -33,6 +34,7 @@ def nightly(request: NightlyRequest, runs_dir: str = "runs", run_id: str | None 
     """
     spec = apply_overrides(load_recipe(request.source), request.assignments)
     flip = parse_flip(request.inject_flip.as_text()) if request.inject_flip else None
+    require_disk(disk_need(spec, start_step=0, num_legs=2), runs_dir)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     leg_a = run_leg(spec, run, "a")
     # Resolved by leg a: a branch on a hub that moves meanwhile must not reach leg b, and what the

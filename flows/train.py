@@ -11,10 +11,11 @@ from prefect import flow
 from prefect.states import State
 
 from engines import runs
+from engines.checkpoint.retention import disk_need, require_disk
 from flows.conclusion import conclude
 from flows.legs import run_leg
 from flows.run_request import TrainRequest, run_name
-from model_specs.errors import CheckpointError, SpecError
+from model_specs.errors import SpecError
 from model_specs.fingerprint import spec_differences
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
@@ -34,6 +35,7 @@ def train(request: TrainRequest, runs_dir: str = "runs", run_id: str | None = No
         name, step = request.resumed
         return go_on(name, step, request.assignments, leg="a", runs_dir=runs_dir)
     spec = apply_overrides(load_recipe(request.source), request.assignments)
+    require_disk(disk_need(spec, start_step=0), runs_dir)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     return conclude(run, (run_leg(spec, run, "a"),))
 
@@ -74,19 +76,14 @@ def resumption(
     """Find what to go on with, and change nothing: the run folder, the new spec, the start.
 
     Raises:
-        SpecError: There is no such run, or an override changes the trajectory.
+        SpecError: There is no such run, an override changes the trajectory, or the checkpoints
+            would not fit on the disk.
         CheckpointError: The leg has no committed checkpoint, or none of this step.
     """
     folder = runs.open_run(run, Path(runs_dir))
     spec = resumable(runs.read_spec(folder), overrides)
-    found = runs.checkpoints(folder / leg)
-    if not found:
-        raise CheckpointError(f"{folder / leg} has no committed checkpoint to resume from")
-    start = max(found) if step is None else step
-    if start not in found:
-        raise CheckpointError(
-            f"{folder / leg} has no committed checkpoint of step {start}; it has {sorted(found)}"
-        )
+    start, _ = runs.checkpoint_at(folder / leg, step)
+    require_disk(disk_need(spec, start_step=start), folder)
     return folder, spec, start
 
 

@@ -87,6 +87,8 @@ def _identity_fields(model: Frozen) -> dict[str, Any]:
 
 def _top_fields(spec: RunSpec, part: Part) -> dict[str, Any]:
     fields = _identity_fields(spec)
+    if spec.origin is None:  # so that a run from nothing keeps its fingerprint
+        del fields["origin"]
     plan = fields.pop("plan")
     if part == "trajectory":
         return fields
@@ -139,6 +141,9 @@ def flattened(spec: RunSpec, *, part: Part = "trajectory") -> dict[str, Any]:
         if isinstance(value, Frozen):
             for name, inner in _identity_fields(value).items():
                 visit(f"{prefix}.{name}", inner)
+        elif isinstance(value, tuple) and any(isinstance(item, Frozen) for item in value):
+            for index, item in enumerate(value):
+                visit(f"{prefix}.{index}", item)
         else:
             flat[prefix] = value
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from model_specs.errors import SpecError
 from model_specs.model_spec import ModelSpec
 from model_specs.registry import check_config, spec_from_config
-from model_specs.run_spec import DataSpec, RewardSpec, RunSpec
+from model_specs.run_spec import DataSpec, EvalSet, RewardSpec, RunSpec
 from model_specs.sources import GENERATED_PREFIX, read_config
 from model_specs.user_code import locate
 
@@ -66,9 +66,21 @@ def looked_up(spec: RunSpec, *, is_new_source: bool = False) -> RunSpec:
             missing.
     """
     reward, data = _reward(spec.reward), _data(spec.data, is_new_source=is_new_source)
-    if reward == spec.reward and data == spec.data:
+    evals = tuple(_eval_set(chosen) for chosen in spec.plan.evals)
+    if reward == spec.reward and data == spec.data and evals == spec.plan.evals:
         return spec
-    return spec.model_copy(update={"reward": reward, "data": data})
+    plan = spec.plan.model_copy(update={"evals": evals})
+    return spec.model_copy(update={"reward": reward, "data": data, "plan": plan})
+
+
+def _eval_set(chosen: EvalSet) -> EvalSet:
+    """An absolute source stays as it is, so a spec that is read again is not changed."""
+    update: dict[str, object] = {}
+    if chosen.source is not None:
+        update["source"] = _resolved(chosen.source)
+    if chosen.reward is not None:
+        update["reward"] = _reward(chosen.reward)
+    return chosen.model_copy(update=update)
 
 
 def _reward(reward: RewardSpec) -> RewardSpec:
@@ -86,10 +98,8 @@ def _reward(reward: RewardSpec) -> RewardSpec:
 
 def _data(data: DataSpec, *, is_new_source: bool) -> DataSpec:
     update: dict[str, str] = {}
-    if is_new_source and not data.source.startswith(GENERATED_PREFIX):
-        place = Path(data.source).expanduser()
-        if place.exists():
-            update["source"] = str(place.resolve())
+    if is_new_source:
+        update["source"] = _resolved(data.source)
     template = data.chat_template
     if template is not None and "{" not in template:
         file = Path(template).expanduser()
@@ -100,3 +110,11 @@ def _data(data: DataSpec, *, is_new_source: bool) -> DataSpec:
             )
         update["chat_template"] = file.read_text(encoding="utf-8")
     return data.model_copy(update=update) if update else data
+
+
+def _resolved(source: str) -> str:
+    """A path that exists, from this folder, as an absolute one."""
+    place = Path(source).expanduser()
+    if source.startswith(GENERATED_PREFIX) or not place.exists():
+        return source
+    return str(place.resolve())

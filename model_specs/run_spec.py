@@ -7,15 +7,15 @@ comparable when their trajectories are equal; runs of unequal length on their co
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
 from model_specs.base import Execution, Frozen
+from model_specs.data_spec import DATA_SUFFIXES, without_rows_in_source
+from model_specs.data_spec import DataSpec as DataSpec
 from model_specs.errors import SpecError
-from model_specs.json_text import JsonObject, parsed
+from model_specs.json_text import JsonObject
 from model_specs.model_spec import AnyModelSpec
 from model_specs.schedules import WeightDecaySchedule, WsdSchedule
 from model_specs.trainer_options import TrainerOptions
@@ -26,100 +26,6 @@ NUMERICS_VERSION = 1
 
 SHIPPED_REWARDS: Final = ("digits", "gsm8k", "math")
 """Names of the rewards in `engines.rewards`."""
-
-RESERVED_TEMPLATE_ARGS: Final = frozenset(
-    {"messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
-    | {"continue_final_message", "conversation", "return_dict", "return_tensors", "strftime_now"}
-)
-"""Variables of a chat template that are not the user's to set."""
-
-_ROWS = re.compile(r"(?:-?\d+)?:(?:-?\d+)?")
-_ROWS_SUFFIX = re.compile(r"(?P<path>.*)@\[(?P<rows>[^\[\]]*)\]", re.DOTALL)
-
-
-class DataSpec(Frozen):
-    """Prompts and labels, how a row is read, and how a prompt is rendered."""
-
-    source: Execution[str]
-    """`generated:arithmetic`, a folder, or a .jsonl or .parquet file; its content is identity by
-    `digest`. `PATH@[a:b]` is read as `source=PATH`, `rows=a:b`."""
-    split: str = "train"
-    """For a folder: the file `<split>.jsonl` or `<split>.parquet` in it."""
-    rows: str | None = None
-    """Use only these rows of the file: `a:b` as in Python, negative bounds count from the end."""
-    digest: str | None = None
-    """SHA-256 of the file's bytes; None only until `resolve` has filled it in."""
-    format: Literal["messages", "prompt", "gsm8k"] = "messages"
-    """`messages`: chat messages and label. `prompt`: one text and label, made into a user message
-    by `template`. `gsm8k`: `question`, `answer` and `template`; the label follows `####`."""
-    prompt_key: str | None = None
-    """format=prompt: the row's key of the text; None is `prompt`."""
-    messages_key: str | None = None
-    """format=messages: the row's key of the messages; None is `messages`."""
-    label_key: str | None = None
-    """format=messages or prompt: the row's key of the label; None is `label`."""
-    metadata_key: str | None = None
-    """The row's key of what the reward is given beside the label; None gives it nothing."""
-    template: str = "{question}"
-    """User message made from a prompt or gsm8k row; `{question}` is replaced by its text."""
-    system_prompt: str | None = None
-    """Put in front of every prompt; refused where the messages have a system message already."""
-    chat_template: str | None = None
-    """Jinja text used instead of the model folder's own chat template."""
-    chat_template_args: JsonObject = "{}"
-    """Variables of the chat template, such as `{"enable_thinking": false}`."""
-    prompt_ids: tuple[str, ...] = ()
-    """Keep only these prompts, in this order; empty keeps all. Ids are `<split>-<row>`."""
-    duplicates: Literal["refuse", "keep"] = "refuse"
-    """Whether two rows may be rendered to the same prompt."""
-    shuffle: bool = True
-    """A fresh order each epoch from (seed, epoch); False keeps file order."""
-    prompts_per_step: int = Field(ge=1)
-    last_batch: Literal["drop", "carry"] = "drop"
-    """Prompts that do not fill a step at the end of an epoch: left out of that epoch (others each
-    time when shuffled), or completed by the first prompts of the next epoch."""
-    max_prompt_tokens: int = Field(ge=1)
-    too_long: Literal["drop", "refuse"] = "drop"
-    """A longer prompt is dropped and counted, or the run is refused."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _split_rows_off_source(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or not isinstance(values.get("source"), str):
-            return values
-        match = _ROWS_SUFFIX.fullmatch(values["source"])
-        if match is None:
-            return values
-        if values.get("rows") not in (None, match["rows"]):
-            raise ValueError(
-                f"data.source names rows {match['rows']}, but data.rows={values['rows']}; "
-                "give one of the two"
-            )
-        return {**values, "source": match["path"], "rows": match["rows"]}
-
-    @model_validator(mode="after")
-    def _keys_fit_format(self) -> DataSpec:
-        if self.rows is not None and _ROWS.fullmatch(self.rows) is None:
-            raise ValueError(
-                f"data.rows={self.rows!r} is not of the form a:b with whole numbers, each optional"
-            )
-        readers = {
-            "prompt_key": ("prompt",),
-            "messages_key": ("messages",),
-            "label_key": ("messages", "prompt"),
-        }
-        for name, formats in readers.items():
-            if getattr(self, name) is not None and self.format not in formats:
-                raise ValueError(
-                    f"data.{name}={getattr(self, name)!r} is read by data.format="
-                    f"{' or '.join(formats)}, but data.format={self.format}"
-                )
-        reserved = sorted(RESERVED_TEMPLATE_ARGS & parsed(self.chat_template_args).keys())
-        if reserved:
-            raise ValueError(
-                f"data.chat_template_args names {', '.join(reserved)}, which Lockstep sets itself"
-            )
-        return self
 
 
 class SamplingSpec(Frozen):
@@ -310,14 +216,127 @@ class GatePlan(Frozen):
     """fp32: largest difference allowed between vLLM on our ops and stock transformers."""
 
 
+class EvalSampling(SamplingSpec):
+    """How an evaluation draws; temperature 0 takes the likeliest token."""
+
+    samples_per_prompt: int = Field(default=1, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _greedy_draws_once(self) -> EvalSampling:
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                f"samples_per_prompt={self.samples_per_prompt} at temperature 0 would draw the "
+                "same completion again and again; set it to 1, or a temperature above 0"
+            )
+        return self
+
+
+class EvalSet(Frozen):
+    """Prompts on which the policy is evaluated during training; never a bit of a step.
+
+    A row is read and rendered as the run's own prompts are: format, keys, template, system prompt
+    and chat template are those of `data`, unless they are set here. Duplicates are kept.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
+    """Stands in the names of the metrics, `eval/<name>/accuracy`."""
+    source: Execution[str | None] = None
+    """As `data.source`; None takes the run's own. `PATH@[a:b]` is read as for `data.source`."""
+    split: str = "test"
+    rows: str | None = None
+    """As `data.rows`."""
+    digest: str | None = None
+    """SHA-256 of the file's bytes; None only until download has filled it in."""
+    format: Literal["messages", "prompt", "gsm8k"] | None = None
+    """None takes the run's format with its keys."""
+    prompt_key: str | None = None
+    messages_key: str | None = None
+    label_key: str | None = None
+    metadata_key: str | None = None
+    template: str | None = None
+    limit: int | None = Field(default=None, ge=1)
+    """Only this many prompts, the first in file order."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """None takes the run's; longer prompts are dropped and counted."""
+    sampling: EvalSampling
+    reward: RewardSpec | None = None
+    """None takes the run's."""
+    correct_at: float | None = None
+    """A completion with this reward or more is correct; None takes the reward's `high`."""
+    every: int = Field(ge=1)
+    """After every step that this divides."""
+    before_training: bool = True
+    """Also before the first update."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_rows_off_source(cls, values: Any) -> Any:
+        return without_rows_in_source(values, "plan.evals")
+
+    @model_validator(mode="after")
+    def _keys_come_with_a_format(self) -> EvalSet:
+        keys = ("prompt_key", "messages_key", "label_key", "metadata_key")
+        given = [name for name in keys if getattr(self, name) is not None]
+        if given and self.format is None:
+            raise ValueError(
+                f"{self.name}: {given[0]}={getattr(self, given[0])!r} is read with a format of the "
+                "set's own, but format=None; set format"
+            )
+        return self
+
+    def is_due(self, step: int) -> bool:
+        """Whether the set is evaluated after `step` (from 1)."""
+        return step % self.every == 0
+
+    def data_of(self, data: DataSpec) -> DataSpec:
+        """Return how this set is read, in a run whose own prompts are `data`."""
+        own: dict[str, Any] = {
+            "source": self.source or data.source,
+            "split": self.split,
+            "rows": self.rows,
+            "digest": self.digest,
+            "prompt_ids": (),
+            "duplicates": "keep",
+            "too_long": "drop",
+            "max_prompt_tokens": self.max_prompt_tokens or data.max_prompt_tokens,
+        }
+        if self.format is not None:
+            names = ("format", "prompt_key", "messages_key", "label_key", "metadata_key")
+            own |= {name: getattr(self, name) for name in names}
+        if self.template is not None:
+            own["template"] = self.template
+        return DataSpec.model_validate({**data.model_dump(), **own})
+
+
 class PlanSpec(Frozen):
     """How far the run goes and what is checked; never the bits of a step."""
 
     num_steps: int = Field(ge=1)
     checkpoint_every: int = Field(ge=1)
+    keep_last: int | None = Field(default=None, ge=1)
+    """Keep this many newest checkpoints and delete older ones; None keeps all."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """With `keep_last`: never delete the checkpoint of a step that this divides."""
     keep_tensor_steps: int = Field(default=0, ge=0)
     """Keep the tensors of this many last steps, so that a diff can name element and values."""
+    dump_rollouts: bool = False
+    """Write each step's rollout with all that its updates need, to train from it alone."""
+    evals: tuple[EvalSet, ...] = ()
     gates: GatePlan = GatePlan()
+
+    @model_validator(mode="after")
+    def _parts_of_the_plan_fit(self) -> PlanSpec:
+        names = [chosen.name for chosen in self.evals]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"plan.evals has two sets of the name {twice[0]!r}")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError(
+                f"plan.keep_every={self.keep_every} says what is never deleted, but nothing is "
+                "deleted while plan.keep_last=None; set plan.keep_last too"
+            )
+        return self
 
 
 class ExecutionSpec(Frozen):
@@ -336,6 +355,22 @@ class ExecutionSpec(Frozen):
     bucket_mib: int = Field(default=64, ge=1)
     """Size of one bucket of a weight push."""
     object_store_mib: int = Field(default=512, ge=80)
+
+
+class ForkOrigin(Frozen):
+    """The state that a fork begins with, and where it was taken from."""
+
+    step: int = Field(ge=1)
+    """The fork's first step is the next one."""
+    state_digest: str
+    """Digest of weights, optimizer state and progress."""
+    run: Execution[str]
+    """Name of the parent run; the parent's own origin is in its spec."""
+    leg: Execution[str]
+    chain_digest: Execution[str]
+    """The parent's ledger at that step."""
+    checkpoint: Execution[str]
+    """Folder that the state was copied from."""
 
 
 class RunSpec(Frozen):
@@ -361,6 +396,8 @@ class RunSpec(Frozen):
     trainer_options: Execution[TrainerOptions] = TrainerOptions()
     """None that is supported decides a bit; the others are refused before anything starts."""
     seeds: SeedSpec = SeedSpec()
+    origin: ForkOrigin | None = None
+    """None for a run that begins with the model's own weights."""
     plan: PlanSpec
     execution: Execution[ExecutionSpec] = ExecutionSpec()
 
@@ -378,6 +415,15 @@ class RunSpec(Frozen):
     def samples_per_update(self) -> int:
         """Samples of one optimizer step."""
         return self.samples_per_step // self.loss.updates_per_step
+
+    @property
+    def start_step(self) -> int:
+        """Step that the run's first step comes after: 0, or that of a fork's origin."""
+        return 0 if self.origin is None else self.origin.step
+
+    def eval_reward(self, chosen: EvalSet) -> RewardSpec:
+        """The reward of an evaluation."""
+        return chosen.reward or self.reward
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RunSpec:
@@ -409,6 +455,12 @@ class RunSpec(Frozen):
                 "until then, so log-probs are renormalised and the log-prob gate cannot hold; set "
                 "it to 0, or plan.gates.logprobs=off"
             )
+        if self.plan.num_steps <= self.start_step:
+            raise SpecError(
+                f"plan.num_steps={self.plan.num_steps}, but the run begins after step "
+                f"{self.start_step}; set plan.num_steps to a later one"
+            )
+        self._check_evals()
         if self.numerics.policy == "stock":
             self._check_stock()
         elif self.loss.tis_clip is not None:
@@ -422,6 +474,17 @@ class RunSpec(Frozen):
                 f"loss.kl_coef={self.loss.kl_coef} needs loss.reference=true (a reference model)"
             )
         return self
+
+    def _check_evals(self) -> None:
+        for chosen in self.plan.evals:
+            chosen.data_of(self.data)
+            source = self.data.source if chosen.source is None else chosen.source
+            is_same_file = source == self.data.source and source.endswith(DATA_SUFFIXES)
+            if is_same_file and chosen.rows is None:
+                raise SpecError(
+                    f"plan.evals: {chosen.name} would be evaluated on the training file itself, "
+                    f"data.source={source}; name another by source, or its rows by rows"
+                )
 
     def _check_stock(self) -> None:
         """Refuse what only aligned engines can promise."""

@@ -56,9 +56,16 @@ def compare_legs(folder: Path, leg_a: str, leg_b: str) -> Comparison:
 
 
 @task(name="compare", retries=0, cache_policy=NO_CACHE, persist_result=False)
-def compare_folders(folder_a: Path, folder_b: Path, *, across: Sequence[str] = ()) -> Comparison:
-    """Compare two legs of any runs."""
-    return compare_ledgers(folder_a, folder_b, across=across)
+def compare_folders(
+    folder_a: Path,
+    folder_b: Path,
+    *,
+    across: Sequence[str] = (),
+    ignoring: Sequence[str] = (),
+    verify: bool = False,
+) -> Comparison:
+    """Compare two legs of any runs; see `engines.provenance.diff.compare_ledgers`."""
+    return compare_ledgers(folder_a, folder_b, across=across, ignoring=ignoring, verify=verify)
 
 
 def conclude(
@@ -67,14 +74,21 @@ def conclude(
     comparison: Comparison | None = None,
     *,
     mlflow_command: str | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """The worst of all legs and of the comparison; writes verdict.json."""
+    """The worst of all legs and of the comparison; writes verdict.json.
+
+    `more` is put beside the figures; its `about`, where given, in front of the headline.
+    """
     verdicts = [leg.verdict for leg in legs if comparison is None or not leg.on_report]
     if comparison is not None:
         verdicts.append(comparison.verdict)
     verdict = worst(verdicts)
     headline = _headline(verdict, legs, comparison)
+    if more is not None and "about" in more:
+        headline = f"{more['about']}: {headline}"
     details = {
+        **(more or {}),
         "run_id": run.run_id,
         "folder": str(run.folder),
         "verdict": str(verdict),

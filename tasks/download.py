@@ -8,6 +8,7 @@ from engines.cluster import gather
 from engines.contracts import ArtifactRef
 from engines.data import data_file
 from engines.environment import telemetry_off_env
+from engines.provenance.digest import digest_json
 from engines.runs import write_spec
 from model_specs.sources import parse_hub
 from tasks.session import session
@@ -20,6 +21,8 @@ class Inputs:
 
     model: ArtifactRef
     data: ArtifactRef
+    evals: ArtifactRef | None = None
+    """Folder with a folder of data a set of `plan.evals`; None where there is none."""
 
 
 @stage("download", version=1)
@@ -48,6 +51,20 @@ def download(session_name: str) -> Inputs:
         what="download",
         timeout_s=6 * 3600,
     )
+    evals = {
+        chosen.name: host.run(
+            "engines.checkpoint.download:download_data",
+            chosen.data_of(spec.data),
+            opened.folder / "eval-data" / chosen.name,
+        )
+        for chosen in spec.plan.evals
+    }
+    eval_digests = {
+        name: found.digest
+        for name, found in zip(
+            evals, gather(list(evals.values()), what="download of the evals"), strict=True
+        )
+    }
     if is_hub:
         opened.cluster.stop(host)
     opened.spec = spec.model_copy(
@@ -60,6 +77,14 @@ def download(session_name: str) -> Inputs:
                 }
             ),
             "data": spec.data.model_copy(update={"digest": data.digest}),
+            "plan": spec.plan.model_copy(
+                update={
+                    "evals": tuple(
+                        chosen.model_copy(update={"digest": eval_digests[chosen.name]})
+                        for chosen in spec.plan.evals
+                    )
+                }
+            ),
         }
     )
     write_spec(opened.folder, opened.spec)
@@ -69,4 +94,9 @@ def download(session_name: str) -> Inputs:
     return Inputs(
         model=ArtifactRef(uri=model.folder, kind="model", digest=model.digest),
         data=ArtifactRef(uri=str(file), kind="data", digest=data.digest),
+        evals=ArtifactRef(
+            uri=str(opened.folder / "eval-data"), kind="evals", digest=digest_json(eval_digests)
+        )
+        if eval_digests
+        else None,
     )

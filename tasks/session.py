@@ -49,6 +49,10 @@ class LegSession:
     trainer: TrainerGroup | None = None
     rollout: RolloutGroup | None = None
     prompts: PromptSet | None = None
+    eval_prompts: dict[str, PromptSet] = field(default_factory=dict)
+    """Name of an evaluation set -> its prompts."""
+    start_from: int = 0
+    """Step of the checkpoint that this attempt goes on from; it is never deleted."""
     stage_reused: bool = False
     """Set by a stage that found its output in the leg's folder; its lock row says so."""
     environment: str = ""
@@ -69,6 +73,12 @@ class LegSession:
         """The leg's own folder."""
         return self.run_dir / self.leg
 
+    def trainer_alone(self) -> TrainerGroup:
+        """The started trainer; EngineError before it was started."""
+        if self.trainer is None:
+            raise EngineError(f"session {self.name}: the trainer has not been started")
+        return self.trainer
+
     def engines(self) -> tuple[TrainerGroup, RolloutGroup, PromptSet]:
         """The started engines and the prompts; EngineError before `start_engines`."""
         if self.trainer is None or self.rollout is None or self.prompts is None:
@@ -78,7 +88,6 @@ class LegSession:
     def start_engines(self, model: ArtifactRef, data: ArtifactRef, weights: ArtifactRef) -> None:
         """Make the engines in their processes and read back what environment they really have."""
         spec_json = self.spec.model_dump_json()
-        rendezvous = f"file://{self.folder / f'rendezvous-{self.fence.token}'}"
         created = [
             host.actor.create.remote(
                 "engines.rollout.vllm_engine:VllmEngine",
@@ -89,8 +98,7 @@ class LegSession:
             )
             for index, host in enumerate(self.rollout_hosts)
         ]
-        self.trainer = TrainerGroup(self.trainer_hosts, self.spec)
-        self.trainer.start(self.spec, dcp_dir=weights.uri, rendezvous=rendezvous)
+        self.start_trainer(weights)
         gather(created, what="start of the rollout engines", timeout_s=900)
         self.rollout = RolloutGroup(self.rollout_hosts, self.spec)
         (self.prompts,) = gather(
@@ -102,7 +110,13 @@ class LegSession:
             what="rendering of the prompts",
         )
         self._record_prompts(self.prompts)
-        self._record_environment()
+        self.record_environment()
+
+    def start_trainer(self, weights: ArtifactRef) -> None:
+        """Make the trainer alone in its processes."""
+        rendezvous = f"file://{self.folder / f'rendezvous-{self.fence.token}'}"
+        self.trainer = TrainerGroup(self.trainer_hosts, self.spec)
+        self.trainer.start(self.spec, dcp_dir=weights.uri, rendezvous=rendezvous)
 
     def _record_prompts(self, prompts: PromptSet) -> None:
         """Write how many prompts there are, and the first as the model is given it."""
@@ -129,13 +143,11 @@ class LegSession:
             self.spec.data.max_prompt_tokens,
         )
 
-    def _record_environment(self) -> None:
-        assert self.trainer is not None
-        assert self.rollout is not None
-        environment = {
-            "trainer": self.trainer.environment(),
-            "rollout": self.rollout.environment(),
-        }
+    def record_environment(self) -> None:
+        """Write what the started engines really have, and keep its fingerprint."""
+        environment = {"trainer": self.trainer_alone().environment()}
+        if self.rollout is not None:
+            environment["rollout"] = self.rollout.environment()
         self.environment = environment_fingerprint(environment)
         write_json(
             self.folder / "environment.json", {**environment, "fingerprint": self.environment}
@@ -144,14 +156,24 @@ class LegSession:
 
 @contextmanager
 def leg_session(
-    spec: RunSpec, *, run_dir: Path, leg: str, fence: Fence, flip: Flip | None = None
+    spec: RunSpec,
+    *,
+    run_dir: Path,
+    leg: str,
+    fence: Fence,
+    flip: Flip | None = None,
+    with_rollout: bool = True,
 ) -> Iterator[LegSession]:
-    """Open the session of one leg: cluster and empty engine processes; ends them on the way out."""
+    """Open the session of one leg: cluster and empty engine processes; ends them on the way out.
+
+    `with_rollout=False` leaves the rollout engines out, where nothing is drawn.
+    """
     check_supported(spec)
     guard.start()
     name = f"{run_dir.name}-{leg}-{fence.token}"
     (run_dir / leg).mkdir(parents=True, exist_ok=True)
-    num_processes = spec.execution.trainer_ranks + spec.execution.rollout_engines
+    num_engines = spec.execution.rollout_engines if with_rollout else 0
+    num_processes = spec.execution.trainer_ranks + num_engines
     cluster = Cluster(
         f"run-{run_dir.name}-{fence.token}-{leg}",
         num_cpus=num_processes,
@@ -162,7 +184,7 @@ def leg_session(
             cluster.start(
                 f"rollout-{index}", env=engine_env(spec, policy=spec.numerics.policy), num_cpus=1
             )
-            for index in range(spec.execution.rollout_engines)
+            for index in range(num_engines)
         ]
         trainer_hosts = [
             cluster.start(f"trainer-{rank}", env=trainer_env(spec), num_cpus=1)

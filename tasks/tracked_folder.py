@@ -152,10 +152,13 @@ def shortened(value: str) -> str:
 
 def spec_tags(spec: RunSpec) -> dict[str, str]:
     """Return recipe and fingerprints: what runs are searched by."""
+    origin = spec.origin
+    parent = {"lockstep.parent": f"{origin.run}/{origin.leg}@{origin.step}"} if origin else {}
     return {
         "lockstep.recipe": spec.recipe,
         "lockstep.trajectory_fingerprint": trajectory_fingerprint(spec),
         "lockstep.plan_fingerprint": plan_fingerprint(spec),
+        **parent,
     }
 
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engines.cluster import gather
 from engines.contracts import ArtifactRef, SegmentResult
-from engines.loop import StepOutcome, TensorKeeper, initial_push, push, steps
+from engines.loop import DrawnStep, StepOutcome, TensorKeeper, initial_push, push, steps
 from engines.provenance.evidence_time import take_seconds
 from engines.provenance.fence import write_durably
 from engines.provenance.ledger import LedgerHeader, LedgerLine, LedgerWriter
+from engines.rollout_dump import write_dump
 from model_specs.errors import CheckpointError
 from model_specs.fingerprint import plan_fingerprint, trajectory_fingerprint
+from tasks.evaluate import evaluate_before, evaluate_due, prepare_evals
 from tasks.progress import show_progress
 from tasks.session import LegSession, session
 from tasks.stage import stage
@@ -29,11 +32,17 @@ logger = logging.getLogger("lockstep")
 
 @stage("engines", version=1)
 def start_engines(
-    session_name: str, model: ArtifactRef, data: ArtifactRef, weights: ArtifactRef
+    session_name: str,
+    model: ArtifactRef,
+    data: ArtifactRef,
+    weights: ArtifactRef,
+    evals: ArtifactRef | None = None,
 ) -> dict[str, dict[str, float | int]]:
     """Make the engines in the session's processes; returns their pids and start times."""
     opened = session(session_name)
     opened.start_engines(model, data, weights)
+    if evals is not None:
+        prepare_evals(opened, model, evals)
     return opened.processes
 
 
@@ -45,14 +54,17 @@ def train_segment(
     opened = session(session_name)
     trainer, rollout, prompts = opened.engines()
     loaded = trainer.ensure_at(start.uri, start.digest)
-    ledger = open_ledger(opened)
+    ledger = open_ledger(opened, start_step=start_step)
     if ledger.num_lines:
-        _forget_after(opened, ledger, start_step)
+        forget_after(opened, ledger, start_step)
     if ledger.num_lines == 0:
-        outcome = initial_push(trainer, rollout)
-        _append(opened, ledger, outcome)
+        outcome = initial_push(
+            trainer, rollout, step=start_step, state_digest=start.digest if start_step else None
+        )
+        append(opened, ledger, outcome)
         if outcome.record.violations:
-            return _result(ledger, start_step, 0, trainer.state_digest(), outcome)
+            return segment_result(ledger, start_step, start_step, trainer.state_digest(), outcome)
+        evaluate_before(opened, start_step)
     elif loaded:
         _push_again(opened, ledger, start_step)
     take_evidence_seconds(opened)  # what came before the first step belongs to no step
@@ -66,16 +78,19 @@ def train_segment(
         start=start_step,
         stop=to_step,
         commit=ledger.commit,
-        keeper=_keeper(opened),
+        keeper=keeper_of(opened),
         flip=opened.flip,
+        on_drawn=dump_writer(opened) if opened.spec.plan.dump_rollouts else None,
     ):
         opened.fence.check()
-        _append(opened, ledger, outcome)
+        append(opened, ledger, outcome)
         last_step = outcome.record.step
+        if "received" in outcome.record.digests:  # the last update: the engines hold its weights
+            evaluate_due(opened, last_step)
         if outcome.record.violations and opened.spec.plan.gates.stop_on_red:
             stopped = outcome
             break
-    return _result(ledger, start_step, last_step, trainer.state_digest(), stopped)
+    return segment_result(ledger, start_step, last_step, trainer.state_digest(), stopped)
 
 
 @stage("load", version=1)
@@ -89,8 +104,22 @@ def load_state(session_name: str, state: ArtifactRef, *, step: int) -> str:
     return trainer.state_digest()
 
 
-def open_ledger(opened: LegSession) -> LedgerWriter:
-    """The leg's ledger, opened for appending under the session's fence."""
+def dump_writer(opened: LegSession) -> Callable[[DrawnStep], None]:
+    """What writes each rollout into `rollouts/` of the leg."""
+    trajectory = trajectory_fingerprint(opened.spec)
+
+    def write(drawn: DrawnStep) -> None:
+        opened.fence.check()
+        write_dump(opened.folder, drawn, trajectory=trajectory)
+
+    return write
+
+
+def open_ledger(opened: LegSession, *, start_step: int = 0) -> LedgerWriter:
+    """The leg's ledger, opened for appending under the session's fence.
+
+    A ledger that is there already keeps its own first step.
+    """
     return LedgerWriter(
         opened.folder,
         header=LedgerHeader(
@@ -98,12 +127,13 @@ def open_ledger(opened: LegSession) -> LedgerWriter:
             leg=opened.leg,
             trajectory=trajectory_fingerprint(opened.spec),
             plan=plan_fingerprint(opened.spec),
+            start_step=start_step,
         ),
         fence=opened.fence,
     )
 
 
-def _forget_after(opened: LegSession, ledger: LedgerWriter, step: int) -> None:
+def forget_after(opened: LegSession, ledger: LedgerWriter, step: int) -> None:
     """Drop what lies after the checkpoint that this segment starts from; it is run again."""
     ledger.truncate_after(step)
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -128,7 +158,8 @@ def _push_again(opened: LegSession, ledger: LedgerWriter, step: int) -> None:
         )
 
 
-def _keeper(opened: LegSession) -> TensorKeeper | None:
+def keeper_of(opened: LegSession) -> TensorKeeper | None:
+    """Where the plan keeps tensors, if at all."""
     plan = opened.spec.plan
     if not plan.keep_tensor_steps:
         return None
@@ -144,10 +175,12 @@ def take_evidence_seconds(opened: LegSession) -> float:
     hosts = [*opened.trainer_hosts, *opened.rollout_hosts]
     seconds: list[float] = gather([host.run(remote) for host in hosts], what="evidence seconds")
     num_ranks = len(opened.trainer_hosts)
-    return take_seconds() + max(seconds[:num_ranks]) + max(seconds[num_ranks:])
+    slowest_engine = max(seconds[num_ranks:], default=0.0)
+    return take_seconds() + max(seconds[:num_ranks]) + slowest_engine
 
 
-def _append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> None:
+def append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> None:
+    """Write one update everywhere: ledger, samples, metrics, progress line, the leg's gates."""
     line = ledger.append(outcome.record, outcome.values)
     record = outcome.record
     if outcome.gate is not None:
@@ -163,10 +196,10 @@ def _append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> N
     if record.samples:
         if record.step == 1:
             _show_first_sample(opened, record.samples)
-        _append_lines(opened.folder / "samples.jsonl", record.samples)
+        append_lines(opened.folder / "samples.jsonl", record.samples)
     # The ledger's own line is part of the evidence, so it cannot hold this figure.
     metrics = {**record.metrics, "perf/evidence_s": take_evidence_seconds(opened)}
-    _append_lines(
+    append_lines(
         opened.folder / "metrics.jsonl",
         ({"step": record.step, "update": record.update, "metrics": metrics},),
     )
@@ -207,19 +240,21 @@ def progress_line(opened: LegSession, outcome: StepOutcome, line: LedgerLine) ->
     )
 
 
-def _append_lines(path: Path, rows: Any) -> None:
+def append_lines(path: Path, rows: Any) -> None:
+    """Append JSON lines."""
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, sort_keys=True) + "\n")
 
 
-def _result(
+def segment_result(
     ledger: LedgerWriter,
     start_step: int,
     end_step: int,
     state_digest: str,
     stopped: StepOutcome | None,
 ) -> SegmentResult:
+    """Put together what a segment ended with."""
     return SegmentResult(
         start_step=start_step,
         end_step=end_step,

@@ -5,7 +5,7 @@
 
 Invariants: bits are compared whenever the trajectories are equal, or differ only in what `across`
 declares; a differing environment never changes the verdict, its differences are suspects; runs of
-unequal length are compared on their common prefix. Probes are in causal order, so that what
+unequal length are compared on the steps that both have. Probes are in causal order, so that what
 follows the first difference is its consequence. Side files are opened for the first difference
 only.
 """
@@ -152,9 +152,13 @@ def compare_ledgers(
     across: Sequence[str] = (),
     spec_a: RunSpec | Mapping[str, Any] | None = None,
     spec_b: RunSpec | Mapping[str, Any] | None = None,
+    ignoring: Sequence[str] = (),
     verify: bool = False,
 ) -> Comparison:
     """Compare the ledgers of two legs.
+
+    Where one begins at a later step than the other (a fork, a segment that was run again), they
+    are compared from its first step on.
 
     Args:
         folder_a: Folder of a leg, with `ledger.jsonl` and its side files.
@@ -162,6 +166,7 @@ def compare_ledgers(
         across: Fields, or groups of fields, in which the two are expected to differ.
         spec_a: Spec of the first; None reads `spec.json` beside or above its folder.
         spec_b: Spec of the second.
+        ignoring: Probes that are not compared, because one of the two cannot have them.
         verify: Recompute roots and chains from the side files first.
 
     Raises:
@@ -192,6 +197,7 @@ def compare_ledgers(
         differences=differences,
         environment=_environment_differences(folder_a, folder_b),
         notes=notes,
+        ignoring=ignoring,
     )
 
 
@@ -203,28 +209,38 @@ def _compare_lines(
     differences: tuple[Difference, ...],
     environment: tuple[Difference, ...],
     notes: list[str],
+    ignoring: Sequence[str],
 ) -> Comparison:
     a, b = ledgers
-    pairs = list(zip(a.lines, b.lines, strict=False))
-    common_steps = max((min(x.step, y.step) for x, y in pairs), default=0)
-    if len(a.lines) != len(b.lines):
+    start = max(a.header.start_step, b.header.start_step)
+    same_start = a.header.start_step == b.header.start_step
+    lines_a, lines_b = (
+        ledger.lines if same_start else [line for line in ledger.lines if line.step > start]
+        for ledger in ledgers
+    )
+    if not same_start:
+        notes.append(f"compared from step {start + 1} on, where the later one begins")
+    pairs = list(zip(lines_a, lines_b, strict=False))
+    common_steps = max((min(x.step, y.step) for x, y in pairs), default=start) - start
+    if len(lines_a) != len(lines_b):
         notes.append(
-            f"{len(a.lines)} and {len(b.lines)} updates: compared on the {len(pairs)} in common"
+            f"{len(lines_a)} and {len(lines_b)} updates: compared on the {len(pairs)} in common"
         )
     updates = probes = tensors = 0
     first: Divergence | None = None
     for x, y in pairs:
-        found = _first_probe(x, y)
+        found = _first_probe(x, y, ignoring)
         equal = PROBES if found is None else PROBES[: PROBES.index(found)]
-        probes += sum(probe in x.roots for probe in equal)
-        tensors += sum(x.counts.get(probe, 0) for probe in equal)
+        looked_at = [probe for probe in equal if probe not in ignoring]
+        probes += sum(probe in x.roots for probe in looked_at)
+        tensors += sum(x.counts.get(probe, 0) for probe in looked_at)
         if x.key != y.key:
             first = _without_element(x, None, f"the next update is {x.key} in a and {y.key} in b")
         elif found is not None:
             first = _descend(folders, x, y, found, _last_step(ledgers, specs))
         if first is not None:
             break
-        if x.chain != y.chain:
+        if same_start and not ignoring and x.chain != y.chain:
             raise ArtifactError(
                 f"step {x.step} update {x.update}: all roots are equal but the chains are recorded "
                 f"as {x.chain} ({folders[0]}) and {y.chain} ({folders[1]}); verify both ledgers"
@@ -246,10 +262,9 @@ def _compare_lines(
     )
 
 
-def _first_probe(a: LedgerLine, b: LedgerLine) -> str | None:
-    if a.roots == b.roots:
-        return None
-    return next(probe for probe in PROBES if a.roots.get(probe) != b.roots.get(probe))
+def _first_probe(a: LedgerLine, b: LedgerLine, ignoring: Sequence[str]) -> str | None:
+    compared = (probe for probe in PROBES if probe not in ignoring)
+    return next((probe for probe in compared if a.roots.get(probe) != b.roots.get(probe)), None)
 
 
 def _last_step(ledgers: tuple[Ledger, Ledger], specs: tuple[RunSpec | None, RunSpec | None]) -> int:

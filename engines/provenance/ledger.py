@@ -70,6 +70,8 @@ class LedgerHeader:
     """Plan fingerprint."""
     run_id: str
     leg: str
+    start_step: int = 0
+    """Step of the first line, whose update is -1: the state that the leg begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +310,8 @@ class LedgerWriter:
             EngineError: out of order, an unknown probe, or not the committed log-probs.
             StaleAttemptError: a newer attempt has started.
         """
-        _require_next(str(self.path), self._lines[-1].key if self._lines else None, record)
+        previous = self._lines[-1].key if self._lines else None
+        _require_next(str(self.path), previous, record, self._ledger.header.start_step)
         roots = roots_of(record.digests)
         _require_committed(str(self.path), record.step, record.update, roots, self._commitments)
         line = LedgerLine(
@@ -397,7 +400,7 @@ def verify_ledger(folder: str | Path) -> Ledger:
         where = f"{path} step {line.step} update {line.update}"
         digests = read_digests(folder, line.step, line.update)
         try:
-            _require_next(path, previous, line)
+            _require_next(path, previous, line, ledger.header.start_step)
             roots = roots_of(digests)
             _require_committed(path, line.step, line.update, roots, ledger.commitments)
         except EngineError as error:
@@ -429,13 +432,13 @@ def _verify_values(where: str, digests: Mapping[str, Mapping[str, str]], values:
 
 
 def _require_next(
-    path: str, previous: tuple[int, int] | None, record: StepRecord | LedgerLine
+    path: str, previous: tuple[int, int] | None, record: StepRecord | LedgerLine, start_step: int
 ) -> None:
     key = (record.step, record.update)
     if previous is None:
-        allowed = [(0, -1)]
-    elif previous == (0, -1):
-        allowed = [(1, 0)]
+        allowed = [(start_step, -1)]
+    elif previous[1] == -1:
+        allowed = [(start_step + 1, 0)]
     else:
         allowed = [(previous[0], previous[1] + 1), (previous[0] + 1, 0)]
     if key not in allowed:

@@ -4,6 +4,8 @@
 digests/step-000003-0.json                 probe -> name -> digest of step 3 update 0
 samples/step-000003.json                   probe -> name -> values; of update 1 step-000003-1.json
 tensors/step-000003-0/<probe>.safetensors  kept tensors
+rollouts/step-000003.json                  a dumped rollout (engines.rollout_dump)
+evals/step-000003.json                     samples of the evaluations after step 3
 ```
 
 Invariant: what is written is read back with the same bits; floats go by `float.hex()`, a NaN with
@@ -98,7 +100,7 @@ def read_values(folder: str | Path, step: int, update: int) -> dict[str, dict[st
 def side_files_after(folder: Path, step: int) -> list[Path]:
     """Return the side files and tensor folders of all steps after `step`."""
     found = []
-    for kind in ("digests", "samples", "tensors"):
+    for kind in ("digests", "samples", "tensors", "rollouts", "evals"):
         if (folder / kind).is_dir():
             for path in sorted((folder / kind).iterdir()):
                 match = _SIDE_NAME.match(path.name)

@@ -41,7 +41,7 @@ from engines.weights.names import (
 )
 from engines.weights.wire import resolve
 from model_specs.errors import EngineError, UnsupportedError
-from model_specs.run_spec import RunSpec, SamplingSpec
+from model_specs.run_spec import EvalSampling, RunSpec, SamplingSpec
 
 EXACT_OPS = frozenset(
     {
@@ -125,7 +125,7 @@ class VllmEngine:
 
         Args:
             requests: What to draw.
-            sampling: `SamplingSpec` as JSON; None takes the spec's.
+            sampling: `EvalSampling` or `SamplingSpec` as JSON; None takes the spec's.
 
         Raises:
             EngineError: No weights were pushed yet, a prompt leaves no room for a token, vLLM did
@@ -134,7 +134,7 @@ class VllmEngine:
         if self._version is None:
             raise EngineError("no weights have been pushed to this engine yet; call receive first")
         chosen = (
-            self._spec.sampling if sampling is None else SamplingSpec.model_validate_json(sampling)
+            self._spec.sampling if sampling is None else EvalSampling.model_validate_json(sampling)
         )
         engine = self._llm.llm_engine
         wanted = {request.request_id: request for request in requests}
@@ -338,10 +338,11 @@ class VllmEngine:
 
     def _start(self, load_format: str) -> LLM:
         spec = self._spec
-        length = min(
-            spec.data.max_prompt_tokens + spec.sampling.max_new_tokens,
-            spec.model.max_position_embeddings,
-        )
+        lengths = [spec.data.max_prompt_tokens + spec.sampling.max_new_tokens]
+        for chosen in spec.plan.evals:
+            prompt_tokens = chosen.max_prompt_tokens or spec.data.max_prompt_tokens
+            lengths.append(prompt_tokens + chosen.sampling.max_new_tokens)
+        length = min(max(lengths), spec.model.max_position_embeddings)
         return LLM(
             model=self._model_dir,
             dtype=self._dtype,

@@ -338,6 +338,15 @@ class GrpoTrainer(ABC):
             )
         ]
 
+    def _check_fits(self, slot: PackedSlot) -> None:
+        bound = self.spec.trainer_options.max_tokens_per_rank
+        if bound is not None and len(slot.ids) > bound:
+            raise EngineError(
+                f"a slot of {len(slot.lengths)} samples takes {len(slot.ids)} rows, but "
+                f"trainer_options.max_tokens_per_rank={bound}; raise it, or reduction.slots="
+                f"{self.spec.reduction.slots} so that a slot has fewer samples"
+            )
+
     def _behaviour(self, samples: Sequence[TrainSample]) -> torch.Tensor | None:
         """Concatenate the rollout's log-probs where the loss corrects by them, else None."""
         if self.spec.loss.tis_clip is None:
@@ -350,15 +359,6 @@ class GrpoTrainer(ABC):
                     "for each token"
                 )
         return torch.tensor([value for sample in samples for value in sample.rollout_logprobs])
-
-    def _check_fits(self, slot: PackedSlot) -> None:
-        bound = self.spec.trainer_options.max_tokens_per_rank
-        if bound is not None and len(slot.ids) > bound:
-            raise EngineError(
-                f"a slot of {len(slot.lengths)} samples takes {len(slot.ids)} rows, but "
-                f"trainer_options.max_tokens_per_rank={bound}; raise it, or reduction.slots="
-                f"{self.spec.reduction.slots} so that a slot has fewer samples"
-            )
 
     def _known(
         self, scores: Mapping[str, torch.Tensor], samples: Sequence[TrainSample]

@@ -11,7 +11,7 @@ from engines.provenance.diff import compare_ledgers
 from engines.provenance.ledger import read_ledger
 from engines.provenance.side_files import read_values
 from engines.provenance.verdict import Verdict
-from model_specs.recipes.tiny_cpu import LEARNING_STEPS, LEARNING_THRESHOLD
+from model_specs.recipes.tiny_cpu import LEARNING_THRESHOLD
 from tests.flows.conftest import Runner
 
 pytestmark = pytest.mark.slow
@@ -104,5 +104,5 @@ def test_it_does_not_learn_from_wrong_advantages(runner: Runner, root: int, tran
 
 def final_reward(runner: Runner, *overrides: str) -> float:
     """Mean reward of the last three steps."""
-    lines = read_ledger(runner.run(*overrides, steps=LEARNING_STEPS)).lines
+    lines = read_ledger(runner.run(*overrides, steps=8)).lines
     return sum(line.metrics["reward/mean"] for line in lines[-3:]) / 3

@@ -1,4 +1,4 @@
-"""The capability table: what no trainer does is refused by its row, before anything starts."""
+"""The capability table: what no trainer does is refused by its row's name before a start."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_refusing_row_has_a_test_and_every_option_a_row() -> None:
     assert nobody == set(REFUSED) | {"stock numerics on CUDA"}
     asked_by_rows = set()
     for name, field in TrainerOptions.model_fields.items():
-        other = {False: True, 1: 2, "full": "disk", "mlflow": "wandb", None: 9216}[field.default]
+        other = {False: True, 1: 2, "full": "disk", None: 9216, "mlflow": "wandb"}[field.default]
         spec = recipe().model_copy(update={"trainer_options": TrainerOptions(**{name: other})})
         if any(f"trainer_options.{name}=" in str(row.asked(spec)) for row in CAPABILITIES):
             asked_by_rows.add(name)

@@ -1,0 +1,147 @@
+"""Which checkpoints a run keeps, what they need on disk, and deleting the others.
+
+`plan.keep_last` newest are kept, and every one whose step `plan.keep_every` divides; without
+`keep_last` all are. Invariant: a checkpoint is deleted only after a newer one was committed, never
+the one that the attempt went on from, and never half: its `meta.json` goes first, so that a crash
+leaves a folder that counts as torn. Imports no torch.
+
+    need = disk_need(spec, start_step=0, num_legs=2)
+    require_disk(need, runs_dir)                       # before anything starts
+    prune(leg_folder, plan, newest_step=8, protected={4}, fence=fence)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.checkpoint.dcp import META_FILE, checkpoint_name
+from engines.plan import segment_stops
+from engines.provenance.fence import Fence, sync_folder
+from model_specs.errors import SpecError
+from model_specs.families.decoder import parameter_shapes
+from model_specs.model_spec import ModelSpec
+from model_specs.run_spec import PlanSpec, RunSpec
+
+logger = logging.getLogger("lockstep")
+
+BYTES_PER_PARAMETER = 12
+"""Of a checkpoint: the float32 master and AdamW's two float32 moments."""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskNeed:
+    """What the checkpoints of a run need at most, by estimate."""
+
+    bytes_per_checkpoint: int
+    num_checkpoints: int
+    """Most that are there at once in one leg, the one that is being written included."""
+    num_legs: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all legs."""
+        return self.bytes_per_checkpoint * self.num_checkpoints * self.num_legs
+
+    def __str__(self) -> str:
+        """Say how the total comes about."""
+        legs = f" x {self.num_legs} legs" if self.num_legs > 1 else ""
+        return (
+            f"{self.total / MIB:.1f} MiB ({self.num_checkpoints} checkpoints of "
+            f"{self.bytes_per_checkpoint / MIB:.1f} MiB{legs})"
+        )
+
+
+def checkpoint_bytes(model: ModelSpec) -> int:
+    """Return the bytes of the tensors of one checkpoint."""
+    shapes = parameter_shapes(model).values()
+    return BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in shapes)
+
+
+def kept_steps(steps: Iterable[int], plan: PlanSpec) -> frozenset[int]:
+    """Return which of the committed `steps` the plan keeps."""
+    ordered = sorted(steps)
+    if plan.keep_last is None:
+        return frozenset(ordered)
+    kept = set(ordered[-plan.keep_last :])
+    if plan.keep_every is not None:
+        kept |= {step for step in ordered if step % plan.keep_every == 0}
+    return frozenset(kept)
+
+
+def disk_need(spec: RunSpec, *, start_step: int, num_legs: int = 1) -> DiskNeed:
+    """Return what the checkpoints after `start_step` need: kept ones and the one being written."""
+    held = frozenset({start_step} if start_step else ())
+    most = 0
+    for step in segment_stops(spec.plan, start_step):
+        committed = held | {step}
+        most = max(most, len(committed))
+        # The checkpoint that the attempt went on from is never deleted.
+        held = kept_steps(committed, spec.plan) | ({start_step} & committed)
+    return DiskNeed(
+        bytes_per_checkpoint=checkpoint_bytes(spec.model),
+        num_checkpoints=most - (1 if start_step else 0),
+        num_legs=num_legs,
+    )
+
+
+def require_disk(need: DiskNeed, runs_dir: str | Path) -> None:
+    """State the need, and refuse it where the disk of `runs_dir` has less.
+
+    Raises:
+        SpecError: With both values.
+    """
+    place = Path(runs_dir).resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    logger.info("checkpoints need %s, %.1f MiB are free", need, free / MIB)
+    if need.total > free:
+        raise SpecError(
+            f"the checkpoints need {need}, but {place} has {free / MIB:.1f} MiB free; keep fewer "
+            "(plan.keep_last), save more seldom (plan.checkpoint_every), or name another --runs-dir"
+        )
+
+
+def prune(
+    leg_folder: str | Path,
+    plan: PlanSpec,
+    *,
+    newest_step: int,
+    protected: Collection[int],
+    fence: Fence,
+) -> tuple[int, ...]:
+    """Delete the committed checkpoints that the plan does not keep; return their steps.
+
+    Args:
+        leg_folder: Folder of the leg.
+        plan: Says which are kept.
+        newest_step: The checkpoint that was just committed; later ones, which an attempt that was
+            taken back left behind, neither count nor go.
+        protected: Steps that are kept in any case.
+        fence: A stale attempt deletes nothing.
+
+    Raises:
+        StaleAttemptError: A newer attempt of the run has started.
+    """
+    root = Path(leg_folder) / "checkpoints"
+    committed = [
+        step
+        for path in root.glob(f"step-*/{META_FILE}")
+        if not path.parent.suffix  # neither one that is being written nor one that was replaced
+        and (step := int(path.parent.name.removeprefix("step-"))) <= newest_step
+    ]
+    unwanted = sorted(set(committed) - kept_steps(committed, plan) - {*protected, newest_step})
+    for step in unwanted:
+        folder = root / checkpoint_name(step)
+        with fence.hold():
+            (folder / META_FILE).unlink()
+            sync_folder(folder)
+        shutil.rmtree(folder)
+    return tuple(unwanted)

@@ -1,0 +1,84 @@
+"""A new run that begins with a checkpoint of another and may change what decides bits.
+
+python -m flows.fork RUN@STEP
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from prefect import flow
+from prefect.states import State
+
+from engines import runs
+from engines.checkpoint.dcp import read_meta
+from engines.checkpoint.retention import disk_need, require_disk
+from flows.conclusion import conclude
+from flows.legs import run_leg
+from model_specs.errors import SpecError
+from model_specs.fingerprint import spec_differences, trajectory_fingerprint
+from model_specs.overrides import apply_overrides
+from model_specs.run_spec import ForkOrigin, RunSpec
+
+
+@flow(name="fork", flow_run_name="fork-{run}")
+def fork(
+    run: str,
+    step: int | None = None,
+    overrides: tuple[str, ...] = (),
+    leg: str = "a",
+    runs_dir: str = "runs",
+    run_id: str | None = None,
+) -> State:
+    """Start a run from a checkpoint's weights and optimizer state; its ledger is its own.
+
+    Args:
+        run: Name or folder of the parent.
+        step: Checkpoint to begin with; the newest when omitted.
+        overrides: Changes of spec fields, each `key=value`; all but the model's may change.
+        leg: Leg of the parent.
+        runs_dir: Folder that holds run folders.
+        run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
+    """
+    parent = runs.open_run(run, Path(runs_dir))
+    spec = forked(parent, step, overrides, leg=leg)
+    require_disk(disk_need(spec, start_step=spec.start_step), runs_dir)
+    opened = runs.new_run(spec, Path(runs_dir), run_id=run_id)
+    return conclude(opened, (run_leg(spec, opened, "a"),))
+
+
+def forked(parent: Path, step: int | None, overrides: tuple[str, ...], *, leg: str) -> RunSpec:
+    """Return the spec of a fork: the parent's with its origin recorded and overrides applied.
+
+    Raises:
+        SpecError: The model would change, or the plan ends before the fork begins.
+        CheckpointError: The parent has no committed checkpoint of that step.
+    """
+    spec = runs.read_spec(parent)
+    _, found = runs.checkpoint_at(parent / leg, step)
+    meta = read_meta(found.uri, trajectory=trajectory_fingerprint(spec))
+    # Another source has another digest; where the text was not changed, it is the same again.
+    changes_data = any(text.startswith(("data.source=", "data.split=")) for text in overrides)
+    fresh = ("data.digest=null",) if changes_data else ()
+    changed = apply_overrides(spec, (*fresh, *overrides))
+    rows = [row for row in spec_differences(spec, changed) if row[0].startswith("model.")]
+    if rows:
+        shown = "; ".join(f"{field}: {old!r} -> {new!r}" for field, old, new in rows)
+        raise SpecError(
+            f"a fork begins with its parent's weights, so its model cannot change, but: {shown}"
+        )
+    origin = ForkOrigin(
+        step=meta.step,
+        state_digest=meta.state_digest,
+        run=parent.name,
+        leg=leg,
+        chain_digest=meta.chain_digest,
+        checkpoint=found.uri,
+    )
+    return RunSpec.model_validate({**changed.model_dump(), "origin": origin.model_dump()})
+
+
+if __name__ == "__main__":
+    name, _, number = sys.argv[1].partition("@")
+    fork(name, int(number) if number else None)

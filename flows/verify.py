@@ -1,0 +1,85 @@
+"""Run one checkpoint interval of a run again and compare it with the run's ledger.
+
+python -m flows.verify RUN SEGMENT
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+from prefect import flow
+from prefect.states import State
+
+from engines import runs
+from engines.plan import segment_bounds
+from engines.provenance.ledger import Ledger, read_ledger
+from flows.conclusion import conclude
+from flows.legs import segment_leg
+from tasks import compare
+
+logger = logging.getLogger("lockstep")
+
+
+@flow(name="verify", flow_run_name="verify-{run}-{segment}")
+def verify(run: str, segment: int, leg: str = "a", runs_dir: str = "runs") -> State:
+    """Compute a segment again in fresh engines; `Identical`, or `Diverged` at the first difference.
+
+    Evidence for a run that one can afford only once: segment K is the steps from checkpoint K-1 to
+    checkpoint K, and what it costs is stated. Nothing of the run itself is changed; the scratch leg
+    lies in `RUN/verify/`.
+
+    Args:
+        run: Name or folder of the run.
+        segment: Number of the checkpoint interval, from 1.
+        leg: Leg of the run.
+        runs_dir: Folder that holds run folders.
+    """
+    began = time.monotonic()
+    folder = runs.open_run(run, Path(runs_dir))
+    spec = runs.read_spec(folder)
+    ledger = read_ledger(folder / leg)
+    start_step, to_step = segment_bounds(
+        spec.plan,
+        segment=segment,
+        start_step=ledger.header.start_step,
+        last_step=ledger.last_step,
+    )
+    start = runs.checkpoint_at(folder / leg, start_step)[1] if start_step else None
+    seconds, share = segment_cost(ledger, start_step, to_step)
+    about = f"segment {segment} (steps {start_step + 1} to {to_step})"
+    logger.info("%s took the run %.1f s, %.0f%% of its steps' time", about, seconds, 100 * share)
+    scratch = runs.new_run(
+        spec, folder / "verify", run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-segment-{segment}"
+    )
+    result = segment_leg(spec, scratch, start, start_step=start_step, to_step=to_step)
+    comparison = None
+    if result.chain_digest:  # empty where the leg failed
+        comparison = compare.compare_folders(folder / leg, scratch.folder / "a", verify=True)
+    cost = {
+        "seconds": round(time.monotonic() - began, 3),
+        "segment_seconds_in_run": round(seconds, 3),
+        "share_of_run": round(share, 4),
+        "steps": to_step - start_step,
+    }
+    about += f", cost {cost['seconds']:.1f} s for {share:.0%} of the run"
+    return conclude(
+        scratch, (result,), comparison, more={"about": about, "segment": segment, "cost": cost}
+    )
+
+
+def segment_cost(ledger: Ledger, start_step: int, to_step: int) -> tuple[float, float]:
+    """Return the seconds that the segment's steps took in the run, and their share of all steps."""
+    by_step: dict[int, float] = {}
+    for line in ledger.lines:
+        if line.update >= 0:  # of several updates the last one has the whole step's seconds
+            by_step[line.step] = line.metrics.get("perf/step_s", 0.0)
+    inside = sum(seconds for step, seconds in by_step.items() if start_step < step <= to_step)
+    total = sum(by_step.values())
+    return inside, inside / total if total else 0.0
+
+
+if __name__ == "__main__":
+    verify(sys.argv[1], int(sys.argv[2]))

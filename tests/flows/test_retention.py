@@ -1,0 +1,164 @@
+"""Which checkpoints stay: the last ones, the marked ones, and the one an attempt went on from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engines import runs
+from engines.checkpoint import retention
+from engines.checkpoint.retention import (
+    checkpoint_bytes,
+    disk_need,
+    kept_steps,
+    prune,
+    require_disk,
+)
+from engines.provenance.fence import RunFolder
+from flows.dry import check
+from model_specs.errors import SpecError, StaleAttemptError
+from model_specs.overrides import apply_overrides
+from model_specs.run_spec import PlanSpec, RunSpec
+from tasks import checkpoint, train
+from tests.flows.conftest import Runner
+
+
+def plan(**fields: int | None) -> PlanSpec:
+    return PlanSpec(num_steps=100, checkpoint_every=1, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, {1, 2, 3, 4, 5, 6, 7}),
+        ({"keep_last": 1}, {7}),
+        ({"keep_last": 2}, {6, 7}),
+        ({"keep_last": 1, "keep_every": 3}, {3, 6, 7}),
+        ({"keep_last": 20}, {1, 2, 3, 4, 5, 6, 7}),
+    ],
+)
+def test_the_last_ones_and_every_marked_one_are_kept(
+    fields: dict[str, int], kept: set[int]
+) -> None:
+    assert kept_steps(range(1, 8), plan(**fields)) == kept
+
+
+def test_marks_without_anything_that_is_deleted_are_refused(spec: RunSpec) -> None:
+    with pytest.raises(SpecError, match=r"plan\.keep_every=2 .*plan\.keep_last"):
+        apply_overrides(spec, ("plan.keep_every=2",))
+
+
+def committed(leg: Path, *steps: int) -> None:
+    for step in steps:
+        folder = leg / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "data").write_bytes(b"x")
+        meta = {"step": step, "state_digest": f"state {step}"}
+        (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def test_neither_the_resumed_one_nor_a_later_one_is_deleted(tmp_path: Path) -> None:
+    fence = RunFolder.create(tmp_path, run_id="r").new_attempt()
+    leg = tmp_path / "a"
+    committed(leg, 1, 2, 3, 4, 9)
+    kept = plan(keep_last=1)
+    assert prune(leg, kept, newest_step=4, protected={2}, fence=fence) == (1, 3)
+    assert sorted(runs.checkpoints(leg)) == [2, 4, 9]
+
+
+def test_a_stale_attempt_deletes_nothing(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, run_id="r")
+    stale = folder.new_attempt()
+    folder.new_attempt()
+    committed(tmp_path / "a", 1, 2)
+    with pytest.raises(StaleAttemptError):
+        prune(tmp_path / "a", plan(keep_last=1), newest_step=2, protected=(), fence=stale)
+    assert sorted(runs.checkpoints(tmp_path / "a")) == [1, 2]
+
+
+def test_a_crash_while_deleting_leaves_what_counts_as_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fence = RunFolder.create(tmp_path, run_id="r").new_attempt()
+    committed(tmp_path / "a", 1, 2)
+
+    def crash(path: Path) -> None:
+        raise KeyboardInterrupt(path)
+
+    monkeypatch.setattr(retention.shutil, "rmtree", crash)
+    with pytest.raises(KeyboardInterrupt):
+        prune(tmp_path / "a", plan(keep_last=1), newest_step=2, protected=(), fence=fence)
+    assert (tmp_path / "a" / "checkpoints" / "step-000001" / "data").is_file()
+    assert sorted(runs.checkpoints(tmp_path / "a")) == [2]
+
+
+def test_a_replaced_or_unfinished_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    fence = RunFolder.create(tmp_path, run_id="r").new_attempt()
+    committed(tmp_path / "a", 1, 2)
+    folder = tmp_path / "a" / "checkpoints"
+    for suffix in (".replaced", ".partial"):
+        shutil.copytree(folder / "step-000002", folder / f"step-000002{suffix}")
+    found = runs.checkpoints(tmp_path / "a")
+    assert [Path(found[step].uri).name for step in sorted(found)] == ["step-000001", "step-000002"]
+    assert prune(tmp_path / "a", plan(), newest_step=2, protected=(), fence=fence) == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start", "most"),
+    [
+        ((), 0, 2),  # steps 4 and 8
+        (("plan.checkpoint_every=1",), 0, 8),
+        (("plan.checkpoint_every=1", "plan.keep_last=2"), 0, 3),
+        (("plan.checkpoint_every=1", "plan.keep_last=1", "plan.keep_every=2"), 0, 5),
+        (("plan.checkpoint_every=1", "plan.keep_last=1"), 4, 2),
+    ],
+)
+def test_the_need_counts_what_is_there_at_once(
+    spec: RunSpec, overrides: tuple[str, ...], start: int, most: int
+) -> None:
+    need = disk_need(apply_overrides(spec, overrides), start_step=start)
+    assert need.num_checkpoints == most
+    assert need.total == most * checkpoint_bytes(spec.model)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_both_values(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = disk_need(spec, start_step=0, num_legs=2)
+    usage = shutil.disk_usage(tmp_path)
+    require_disk(need, tmp_path / "not yet" / "there")
+    monkeypatch.setattr(retention.shutil, "disk_usage", lambda _: usage._replace(free=2**20))
+    mib = need.total / 2**20
+    with pytest.raises(SpecError, match=rf"need {mib:.1f} MiB .* 1\.0 MiB free.*plan\.keep_last"):
+        require_disk(need, tmp_path)
+
+
+def test_the_refusal_comes_before_a_run_folder_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.train import train as train_flow
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(retention.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    check("tiny_cpu", (), None)
+    with pytest.raises(SpecError, match="MiB free"):
+        train_flow.fn(runs_dir=str(tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_real_checkpoints_are_pruned_and_as_large_as_was_estimated(runner: Runner) -> None:
+    with runner.leg("plan.keep_last=1", "plan.keep_every=3") as sibling:
+        state, present = runner.weights, []
+        for step in range(1, 5):
+            segment = train.train_segment.fn(sibling.name, state, start_step=step - 1, to_step=step)
+            state = checkpoint.checkpoint.fn(sibling.name, segment)
+            present.append(sorted(runs.checkpoints(sibling.folder)))
+        size = sum(file.stat().st_size for file in Path(state.uri).rglob("*") if file.is_file())
+        estimate = checkpoint_bytes(sibling.spec.model)
+    assert present == [[1], [2], [3], [3, 4]]
+    # The rest is the format's own: names, offsets, padding.
+    assert estimate < size < 1.2 * estimate
