@@ -41,6 +41,19 @@ def fork(
         runs_dir: Folder that holds run folders.
         run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
     """
+    return branch_off(run, step, overrides, leg=leg, runs_dir=runs_dir, run_id=run_id)
+
+
+def branch_off(
+    run: str,
+    step: int | None,
+    overrides: tuple[str, ...],
+    *,
+    leg: str,
+    runs_dir: str,
+    run_id: str | None,
+) -> State:
+    """Start a run from a checkpoint of another; see `fork`."""
     parent = runs.open_run(run, Path(runs_dir))
     spec = forked(parent, step, overrides, leg=leg)
     require_disk(disk_need(spec, start_step=spec.start_step), runs_dir)
@@ -62,7 +75,11 @@ def forked(parent: Path, step: int | None, overrides: tuple[str, ...], *, leg: s
     changes_data = any(text.startswith(("data.source=", "data.split=")) for text in overrides)
     fresh = ("data.digest=null",) if changes_data else ()
     changed = apply_overrides(spec, (*fresh, *overrides))
-    rows = [row for row in spec_differences(spec, changed) if row[0].startswith("model.")]
+    differences = spec_differences(spec, changed)
+    if changed.filter is not None and any(row[0].startswith("filter.") for row in differences):
+        # What the parent's filter kept is no result of this one's.
+        changed = apply_overrides(changed, ("filter.kept_ids=[]", "filter.kept_digest=null"))
+    rows = [row for row in differences if row[0].startswith("model.")]
     if rows:
         shown = "; ".join(f"{field}: {old!r} -> {new!r}" for field, old, new in rows)
         raise SpecError(

@@ -76,7 +76,8 @@ def _start(name: str, spec: RunSpec) -> tuple[download.Inputs, ArtifactRef]:
     train.start_engines(name, inputs.model, inputs.data, weights, inputs.evals)
     gates.preflight(name)
     if spec.filter is not None:
-        filter_prompts.filter_prompts(name, weights)
+        # A fork has what its parent kept, unless its filter is another: its own draws may differ.
+        filter_prompts.filter_prompts(name, weights, again=spec.origin is None)
     return inputs, weights
 
 

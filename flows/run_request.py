@@ -89,23 +89,22 @@ class Request(Frozen):
 
 
 class TrainRequest(Request):
-    """One leg: of a recipe, or the rest of a run that exists."""
+    """One leg: of a recipe, the rest of a run that exists, or one that branches off from it."""
 
-    SOURCES: ClassVar[tuple[str, ...]] = ("recipe", "recipe_path", "resume")
+    SOURCES: ClassVar[tuple[str, ...]] = ("recipe", "recipe_path", "resume", "fork")
 
     resume: Annotated[str, Field(pattern=RUN_AT_STEP)] | SkipJsonSchema[None] = None
     """Go on with a run from its newest checkpoint (`RUN`) or an earlier one (`RUN@STEP`)."""
 
-    @property
-    def resumed(self) -> tuple[str, int | None]:
-        """Name and step of the run to go on with; the step is None for the newest."""
-        assert self.resume is not None
-        name, _, step = self.resume.partition("@")
-        return name, int(step) if step else None
+    fork: Annotated[str, Field(pattern=RUN_AT_STEP)] | SkipJsonSchema[None] = None
+    """Begin a run of its own with a checkpoint of another (`RUN` or `RUN@STEP`)."""
 
     def describe(self) -> str:
         """Return what is run in a few words."""
-        return f"resume {self.resume}" if self.resume else super().describe()
+        if self.resume or self.fork:
+            shown = f"resume {self.resume}" if self.resume else f"fork {self.fork}"
+            return " ".join([shown, *self.assignments[:3]])
+        return super().describe()
 
 
 class FlipRequest(Frozen):
@@ -149,6 +148,12 @@ def flip_request(text: str | None) -> FlipRequest | None:
     return FlipRequest(
         step=flip.step, probe=flip.probe, tensor=flip.name, element=flip.element, bit=flip.bit
     )
+
+
+def run_at_step(text: str) -> tuple[str, int | None]:
+    """Return name and step of `RUN@STEP`; the step is None for the newest checkpoint."""
+    name, _, step = text.partition("@")
+    return name, int(step) if step else None
 
 
 def request_source(name: str) -> dict[str, str]:

@@ -13,8 +13,9 @@ from prefect.states import State
 from engines import runs
 from engines.checkpoint.retention import disk_need, require_disk
 from flows.conclusion import conclude
+from flows.fork import branch_off
 from flows.legs import run_leg
-from flows.run_request import TrainRequest, run_name
+from flows.run_request import TrainRequest, run_at_step, run_name
 from model_specs.errors import SpecError
 from model_specs.fingerprint import spec_differences
 from model_specs.overrides import apply_overrides
@@ -32,8 +33,13 @@ def train(request: TrainRequest, runs_dir: str = "runs", run_id: str | None = No
         run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
     """
     if request.resume:
-        name, step = request.resumed
+        name, step = run_at_step(request.resume)
         return go_on(name, step, request.assignments, leg="a", runs_dir=runs_dir)
+    if request.fork:
+        name, step = run_at_step(request.fork)
+        return branch_off(
+            name, step, request.assignments, leg="a", runs_dir=runs_dir, run_id=run_id
+        )
     spec = apply_overrides(load_recipe(request.source), request.assignments)
     require_disk(disk_need(spec, start_step=0), runs_dir)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)

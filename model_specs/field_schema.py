@@ -83,7 +83,8 @@ def _walk(model: type[Frozen], prefix: str, part: Part) -> Iterator[SpecField]:
         if groups:
             for group in groups:
                 yield from _walk(group, f"{prefix}{name}.", inner_part)
-            continue
+            if not _takes_plain_value(info.annotation):
+                continue
         found = schema["properties"][name]
         yield SpecField(
             name=f"{prefix}{name}",
@@ -93,6 +94,14 @@ def _walk(model: type[Frozen], prefix: str, part: Part) -> Iterator[SpecField]:
             required=info.is_required(),
             part=inner_part,
         )
+
+
+def _takes_plain_value(annotation: Any) -> bool:
+    """Whether a field may hold something else than a group or None."""
+    members = get_args(annotation)
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return False
+    return any(member is not type(None) and not list(_groups(member)) for member in members)
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:

@@ -30,12 +30,13 @@ PROMPTS_AT_ONCE = 64
 
 
 @stage("filter", version=1)
-def filter_prompts(session_name: str, weights: ArtifactRef) -> ArtifactRef:
+def filter_prompts(session_name: str, weights: ArtifactRef, *, again: bool = True) -> ArtifactRef:
     """Leave only the prompts of the band in the session.
 
     Args:
         session_name: The leg's session.
-        weights: The initial weights, which the trainer must hold.
+        weights: The initial weights; the trainer is brought to them before anything is drawn.
+        again: Draw even where the spec already says what was kept; else take that.
 
     Raises:
         SpecError: No prompt is in the band.
@@ -48,6 +49,9 @@ def filter_prompts(session_name: str, weights: ArtifactRef) -> ArtifactRef:
     path = opened.folder / FILE
     if path.is_file():
         kept, digest = _recorded(path)
+    elif spec.filter.kept_digest is not None and not again:
+        kept, digest = spec.filter.kept_ids, spec.filter.kept_digest
+        write_json(path, {"kept_ids": list(kept), "kept_digest": digest, "prompts": []})
     else:
         kept, digest = _drawn(opened, weights, path)
     prompt_filter.require_same(spec.filter, kept, digest)

@@ -108,6 +108,11 @@ def test_a_resumed_leg_takes_what_is_recorded_and_a_changed_record_is_red(runner
         path.write_text(json.dumps({**recorded, "kept_ids": recorded["kept_ids"][1:]}))
         with pytest.raises(DivergedError, match="filter: "):
             filter_prompts.filter_prompts.fn(opened.name, runner.weights)
+        path.unlink()
+        opened.spec = opened.spec.model_copy(update={"filter": kept})
+        filter_prompts.filter_prompts.fn(opened.name, runner.weights, again=False)
+        assert json.loads(path.read_text())["prompts"] == []  # taken, not drawn
+        assert opened.spec.filter == kept
         path.write_text("{}")
         with pytest.raises(ArtifactError, match="damaged"):
             filter_prompts.filter_prompts.fn(opened.name, runner.weights)

@@ -48,6 +48,8 @@ TINY = {"recipe": "tiny_cpu"}
         ("nightly/tiny-cpu", {**TINY, "inject_flip": {"step": 1, "probe": "loss"}}, "probe"),
         ("nightly/tiny-cpu", {**TINY, "resume": "run@4"}, "resume"),
         ("train/tiny-cpu", {"resume": "run@four"}, "request.resume"),
+        ("train/tiny-cpu", {"fork": "run@"}, "request.fork"),
+        ("train/tiny-cpu", {"resume": "run@4", "fork": "run@4"}, "fork"),
         ("prepare/tiny-cpu", {**TINY, "inject_flip": {"step": 1}}, "inject_flip"),
     ],
 )

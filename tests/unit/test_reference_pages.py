@@ -51,6 +51,9 @@ def test_every_field_of_the_spec_can_be_set_and_has_a_schema_without_references(
     assert fields["plan.num_steps"].part == "plan"
     assert fields["execution.threads"].part == "execution"
     assert fields["reduction.kind"].schema["anyOf"][1]["const"] == "stock"
+    # A plain value, or a group of its own.
+    assert {"minimum": 0, "type": "number"} in fields["optimizer.weight_decay"].schema["anyOf"]
+    assert any(name.startswith("optimizer.weight_decay.") for name in fields)
     assert "$ref" not in str(overrides_schema())
 
 
