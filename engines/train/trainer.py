@@ -50,9 +50,9 @@ from engines.train.lr_schedule import learning_rate, weight_decay
 from engines.train.optimizer import ShardedAdamW
 from engines.train.reduction import clip_coefficient, total_norm
 from engines.train.reference import Reference
+from engines.train.scored import behaviour_logprobs, require_fits, scored_rows
 from engines.train.shards import Shard, all_objects, gathered, join, merged_digests
 from engines.train.slots import (
-    PackedSlot,
     num_rows,
     pack_slot,
     plan_micro_batches,
@@ -309,10 +309,10 @@ class GrpoTrainer(ABC):
         self, samples: Sequence[TrainSample], totals: UpdateTotals
     ) -> list[SampleFigures]:
         slot = pack_slot(samples)
-        self._check_fits(slot)
+        require_fits(slot, self.spec)
         counts = torch.tensor(slot.counts)
-        old = self._known(self._scores, samples)
-        reference = self._known(self._reference_scores, samples) if self._reference else None
+        old = scored_rows(self._scores, samples)
+        reference = scored_rows(self._reference_scores, samples) if self._reference else None
         logprobs, entropy = self._model(slot)
         weights = [totals.weight(sample, self.spec.loss) for sample in samples]
         terms = token_terms(
@@ -322,7 +322,7 @@ class GrpoTrainer(ABC):
             advantages=torch.tensor([s.advantage for s in samples]).repeat_interleave(counts),
             reference=reference,
             loss=self.spec.loss,
-            behaviour=self._behaviour(samples),
+            behaviour=behaviour_logprobs(samples, self.spec.loss),
         )
         slot_loss(terms, torch.tensor(weights).repeat_interleave(counts)).backward()
         return [
@@ -337,45 +337,6 @@ class GrpoTrainer(ABC):
                 samples, weights, slot.first_tokens, slot.counts, strict=True
             )
         ]
-
-    def _check_fits(self, slot: PackedSlot) -> None:
-        bound = self.spec.trainer_options.max_tokens_per_rank
-        if bound is not None and len(slot.ids) > bound:
-            raise EngineError(
-                f"a slot of {len(slot.lengths)} samples takes {len(slot.ids)} rows, but "
-                f"trainer_options.max_tokens_per_rank={bound}; raise it, or reduction.slots="
-                f"{self.spec.reduction.slots} so that a slot has fewer samples"
-            )
-
-    def _behaviour(self, samples: Sequence[TrainSample]) -> torch.Tensor | None:
-        """Concatenate the rollout's log-probs where the loss corrects by them, else None."""
-        if self.spec.loss.tis_clip is None:
-            return None
-        for sample in samples:
-            if len(sample.rollout_logprobs) != len(sample.token_ids):
-                raise EngineError(
-                    f"{sample.request_id}: {len(sample.token_ids)} tokens and "
-                    f"{len(sample.rollout_logprobs)} rollout log-probs; loss.tis_clip needs one "
-                    "for each token"
-                )
-        return torch.tensor([value for sample in samples for value in sample.rollout_logprobs])
-
-    def _known(
-        self, scores: Mapping[str, torch.Tensor], samples: Sequence[TrainSample]
-    ) -> torch.Tensor:
-        """Concatenate the stored log-probs of these samples."""
-        rows = []
-        for sample in samples:
-            row = scores.get(sample.request_id)
-            if row is None or len(row) != len(sample.token_ids):
-                found = "none" if row is None else f"{len(row)} log-probs"
-                raise EngineError(
-                    f"{sample.request_id}: {len(sample.token_ids)} tokens are to be trained on, "
-                    f"but the last score() has {found}; score the samples of a step before its "
-                    "updates"
-                )
-            rows.append(row)
-        return torch.cat(rows)
 
     def _check_figures(
         self, figures: Sequence[SampleFigures], *, update: int, flip: Flip | None
