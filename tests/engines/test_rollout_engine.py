@@ -344,7 +344,16 @@ def test_the_environment_is_what_the_process_really_has(small: Rollout) -> None:
     settings = facts["vllm_config"]
     assert facts["threads"] == small.spec.execution.threads
     assert facts["tied"] == {"lm_head.weight": EMBEDDING}
-    assert len(facts["shared_ops"]) == 7
+    replaced = {text.split(" -> ")[0] for text in facts["shared_ops"]}
+    assert replaced >= {
+        "RMSNorm",
+        "SiluAndMul",
+        "RotaryEmbedding",
+        "dispatch_cpu_unquantized_gemm",
+        "CPU_ATTN",
+        "Sampler.compute_logprobs",
+        "TopKTopPSampler.forward_cpu",
+    }
     assert settings["attention"] == ["SharedAttentionImpl"]
     assert settings["prefix_caching"] is True
     assert settings["eager"] is True
