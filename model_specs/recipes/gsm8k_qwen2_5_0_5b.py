@@ -2,7 +2,9 @@
 
 100 rollouts of 32 prompts x 8 samples of up to 1024 tokens, one optimizer step each: GRPO with
 clip 0.2 and 0.28, per-token loss, KL to the reference reported at coefficient 0, AdamW 1e-6
-constant, weight decay 0.1, betas 0.9 and 0.98, gradient norm clipped at 1.0.
+constant, weight decay 0.1, betas 0.9 and 0.98, gradient norm clipped at 1.0. The reward compares
+the last boxed answer as a string and then as an expression; the test split is evaluated greedily
+before training and every 20 steps.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 from model_specs.model_spec import ModelSpec
 from model_specs.run_spec import (
     DataSpec,
+    EvalSampling,
+    EvalSet,
     ExecutionSpec,
     LossSpec,
     OptimizerSpec,
@@ -41,6 +45,15 @@ QWEN2_5_0_5B = ModelSpec(
 
 TEMPLATE = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 
+EVALUATION = EvalSet(
+    name="gsm8k",
+    split="test",
+    sampling=EvalSampling(max_new_tokens=1024, temperature=0.0),
+    every=20,
+    before_training=True,
+)
+"""Greedy, one sample a problem, before training and every 20 steps."""
+
 
 def recipe() -> RunSpec:
     """Return the spec: 100 steps of 32 prompts x 8 samples of up to 1024 tokens, bfloat16."""
@@ -59,7 +72,7 @@ def recipe() -> RunSpec:
         sampling=SamplingSpec(
             samples_per_prompt=8, max_new_tokens=1024, temperature=1.0, top_p=1.0, top_k=-1
         ),
-        reward=RewardSpec(name="gsm8k"),
+        reward=RewardSpec(name="math"),
         loss=LossSpec(
             clip_low=0.2,
             clip_high=0.28,
@@ -75,6 +88,6 @@ def recipe() -> RunSpec:
         optimizer=OptimizerSpec(lr=1e-6, beta1=0.9, beta2=0.98, weight_decay=0.1, clip_grad=1.0),
         reduction=TreeReduction(slots=8),
         seeds=SeedSpec(root=1234),
-        plan=PlanSpec(num_steps=100, checkpoint_every=20),
+        plan=PlanSpec(num_steps=100, checkpoint_every=20, evals=(EVALUATION,)),
         execution=ExecutionSpec(max_num_seqs=32, kv_cache_mib=1024, object_store_mib=2048),
     )
