@@ -1,6 +1,6 @@
 # make demo     set up, then the main job: two independent runs, compared
 # make test     set up, then the test suite            (a part of it: PYTEST_ARGS="-k digest")
-#               by WORKERS=2 processes; WORKERS=0 runs it in one, with a debugger if you like
+# make test-all the same with every row of the long matrices (marker `exhaustive`)
 # make check    what pre-commit runs: ruff, formatting, mypy, import-linter, codespell
 # make setup    the environment alone; done once, again when pins or pyproject.toml change
 # make clean    remove build products and tool caches; make distclean the environment as well
@@ -17,7 +17,6 @@ VENV ?= .venv
 TORCH_INDEX ?=
 VLLM_CPU ?=
 PYTEST_ARGS ?=
-WORKERS ?= 2
 
 BIN := $(VENV)/bin
 # The stamp's name carries what VLLM_CPU asked for, so that another build is another set-up.
@@ -33,7 +32,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export RAY_USAGE_STATS_ENABLED = 0
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: setup demo test check lint format-check types imports spelling format clean distclean
+.PHONY: setup demo test test-all check lint format-check types imports spelling format clean distclean
 
 setup: $(STAMP)
 
@@ -47,7 +46,10 @@ demo: $(STAMP)
 	@$(BIN)/lockstep run tiny_cpu --twin
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	@$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
 
 check: lint format-check types imports spelling
 

@@ -40,6 +40,8 @@ from tests.engines.trainer_cases import (
 )
 
 FAMILIES = (QWEN2, LLAMA, QWEN3, QWEN3_MOE)
+SHORT_SET = ((QWEN2, "bfloat16"), (QWEN3_MOE, "float32"))
+"""What `make test` runs of all families and dtypes."""
 PROMPTS = {"1/train-0/0": 3, "1/train-1/0": 40, "1/train-2/0": 70}
 """Request id -> prompt tokens: below, across and beyond a tile of 64 positions."""
 
@@ -203,8 +205,15 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(
     scope="module",
-    params=[(model, dtype) for model in FAMILIES for dtype in DTYPES],
-    ids=lambda param: f"{param[0].family}-{param[1]}",
+    params=[
+        pytest.param(
+            (model, dtype),
+            id=f"{model.family}-{dtype}",
+            marks=() if (model, dtype) in SHORT_SET else pytest.mark.exhaustive,
+        )
+        for model in FAMILIES
+        for dtype in DTYPES
+    ],
 )
 def rollout(
     request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory

@@ -18,6 +18,8 @@ from model_specs.run_spec import RunSpec
 from tests.engines.rank_program import Job, Log, run_ranks
 from tests.engines.trainer_cases import LLAMA, QWEN2, QWEN3, QWEN3_MOE, make_spec, write_model
 
+pytestmark = pytest.mark.exhaustive
+
 WORLD_SIZES = (1, 2, 4)
 ODD = {"vocab_size": 101, "intermediate_size": 177}
 """So that ranks own unequal shards."""

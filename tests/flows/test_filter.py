@@ -119,6 +119,7 @@ def test_a_resumed_leg_takes_what_is_recorded_and_a_changed_record_is_red(runner
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_twin_with_a_filter_is_identical_and_can_be_resumed(lockstep: CommandLine) -> None:
     changes = (*BAND, "plan.num_steps=2", "plan.checkpoint_every=1", "sampling.oversample=2")
     flags = [part for change in changes for part in ("--set", change)]

@@ -32,6 +32,8 @@ from model_specs.overrides import apply_overrides
 from model_specs.run_spec import ForkOrigin, PlanSpec, RunSpec
 from tests.flows.command_line import SHORT, CommandLine, Ended
 
+pytestmark = pytest.mark.exhaustive
+
 PARENT = "parent"
 FLIP = "step=3,probe=grads"
 

@@ -11,7 +11,7 @@ from engines.provenance.ledger import read_ledger
 from engines.runs import read_json
 from tests.flows.command_line import CommandLine, Ended
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 STOCK = (
     "numerics.policy=stock",

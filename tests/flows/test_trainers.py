@@ -12,7 +12,7 @@ from engines.provenance.verdict import Verdict
 from engines.runs import read_json
 from tests.flows.command_line import SHORT, CommandLine, Ended
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 EXPERTS = {
     "num_experts": 6,

@@ -30,7 +30,7 @@ from model_specs.registry import load_recipe
 from tests.flows.command_line import ROOT, wait_until
 from tests.flows.prefect_server import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 TINY = {"recipe": "tiny_cpu"}
 
