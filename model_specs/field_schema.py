@@ -26,7 +26,7 @@ _NOT_SHOWN = ("title", "description", "default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpecField:
+class SettableField:
     """One field of `RunSpec` or of a group in it."""
 
     name: str
@@ -42,13 +42,13 @@ class SpecField:
     """Whether it decides bits, the length and checks of a run, or only where it happens."""
 
 
-def spec_fields() -> dict[str, SpecField]:
+def spec_fields() -> dict[str, SettableField]:
     """Return dotted name -> field for every field that is no group, in the order of the spec.
 
     A field that several kinds of a group have (`reduction.kind`) is there once and takes what any
     of the kinds takes.
     """
-    fields: dict[str, SpecField] = {}
+    fields: dict[str, SettableField] = {}
     for field in _walk(RunSpec, "", "trajectory"):
         known = fields.setdefault(field.name, field)
         if known.schema != field.schema:
@@ -70,7 +70,7 @@ def overrides_schema() -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _walk(model: type[Frozen], prefix: str, part: Part) -> Iterator[SpecField]:
+def _walk(model: type[Frozen], prefix: str, part: Part) -> Iterator[SettableField]:
     schema = model.model_json_schema()
     execution = model.execution_fields()
     for name, info in model.model_fields.items():
@@ -86,7 +86,7 @@ def _walk(model: type[Frozen], prefix: str, part: Part) -> Iterator[SpecField]:
             if not _takes_plain_value(info.annotation):
                 continue
         found = schema["properties"][name]
-        yield SpecField(
+        yield SettableField(
             name=f"{prefix}{name}",
             schema=_inlined(found, schema.get("$defs", {})),
             description=" ".join(str(found.get("description", "")).split()),

@@ -20,7 +20,7 @@ from engines.provenance import ledger
 from engines.provenance.verdict import Verdict
 from engines.train.registry import CAPABILITIES
 from model_specs import errors
-from model_specs.field_schema import SpecField, spec_fields
+from model_specs.field_schema import SettableField, spec_fields
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.registry import FAMILIES, RECIPES, load_recipe
 
@@ -157,7 +157,7 @@ def outdated() -> list[str]:
     ]
 
 
-def _takes(field: SpecField) -> str:
+def _takes(field: SettableField) -> str:
     """Say what values a JSON schema takes, in a few words."""
     return _cell(_schema_text(field.schema))
 
