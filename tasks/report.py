@@ -27,9 +27,11 @@ def publish(folder: Path, outcome: Outcome, *, mlflow_page: str | None = None) -
         mlflow_page: Address of the run in MLflow; None where its store is a file, and then the
             command that shows it is attached.
     """
-    text = markdown(outcome.details)
+    # From the file, so that the same run folder gives the same pages whenever they are made.
+    details = read_json(folder / "verdict.json")
+    text = markdown(details)
     (folder / "report.md").write_text(text, encoding="utf-8")
-    (folder / "report.html").write_text(render(folder, outcome.details), encoding="utf-8")
+    (folder / "report.html").write_text(render(folder, details), encoding="utf-8")
     if FlowRunContext.get() is None:
         return
     create_markdown_artifact(key="verdict", markdown=text, description=outcome.headline)
