@@ -139,13 +139,14 @@ def test_a_run_that_cannot_fit_is_refused_with_both_values(
 def test_the_refusal_comes_before_a_run_folder_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from flows.run_request import TrainRequest
     from flows.train import train as train_flow
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(retention.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     check("tiny_cpu", (), None)
     with pytest.raises(SpecError, match="MiB free"):
-        train_flow.fn(runs_dir=str(tmp_path / "runs"))
+        train_flow.fn(TrainRequest(recipe="tiny_cpu"), runs_dir=str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
 
 
