@@ -40,9 +40,9 @@ def start() -> str:
     os.environ[MARK] = token
     read_end, write_end = os.pipe()
     subprocess.Popen(
-        [sys.executable, "-m", "engines.guard", str(read_end), token],
-        pass_fds=(read_end,),
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-m", "engines.guard", token],
+        # As its input: a number of its own could be beyond what `select` takes.
+        stdin=read_end,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -144,4 +144,4 @@ def watch(read_end: int, token: str) -> None:
 
 if __name__ == "__main__":
     os.environ.pop(MARK, None)
-    watch(int(sys.argv[1]), sys.argv[2])
+    watch(sys.stdin.fileno(), sys.argv[1])

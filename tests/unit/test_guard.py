@@ -194,3 +194,27 @@ def parent_of_a_hidden_child(token: str) -> Iterator[tuple[subprocess.Popen[str]
         parent.stdout.close()
         if not is_gone(child):
             os.kill(child, signal.SIGKILL)
+
+
+def test_the_watcher_lives_also_where_the_driver_has_a_thousand_files_open() -> None:
+    """`select` takes no descriptor above 1023, and a driver with many files has only such."""
+    program = (
+        "import os, resource, time\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))\n"
+        "held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]\n"
+        "from engines import guard\n"
+        "guard.start()\n"
+        "time.sleep(2)\n"
+        "guard.look()\n"
+        "time.sleep(0.5)\n"
+        "guard.look()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
