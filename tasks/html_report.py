@@ -8,7 +8,6 @@ is read. Light and dark; readable on a phone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
@@ -21,6 +20,7 @@ from engines.provenance.lock import read_lock
 from engines.provenance.verdict import Verdict
 from engines.runs import legs, read_json
 from tasks.charts import line_chart
+from tasks.samples_table import read_json_lines
 
 CHARTS = (
     ("reward/mean", "mean reward"),
@@ -188,7 +188,7 @@ def _gates(details: Mapping[str, Any]) -> str:
 
 def _samples(folder: Path, names: Sequence[str]) -> str:
     """The first samples of the last step that all legs have, side by side."""
-    by_leg = {name: _rows(folder / name / "samples.jsonl") for name in names}
+    by_leg = {name: read_json_lines(folder / name / "samples.jsonl") for name in names}
     steps = [{row["step"] for row in rows} for rows in by_leg.values()]
     common = set.intersection(*steps) if steps else set()
     if not common:
@@ -210,12 +210,6 @@ def _samples(folder: Path, names: Sequence[str]) -> str:
             f'<pre>{escape(rows[0]["prompt"])}</pre>\n<div class="pair">{sides}</div>\n'
         )
     return f"<h2>Completions of step {last}</h2>\n{''.join(cards)}"
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _differences(details: Mapping[str, Any]) -> str:

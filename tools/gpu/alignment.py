@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--scratch", default="/tmp/alignment")
+    parser.add_argument("--scratch", default=str(Path(tempfile.gettempdir()) / "alignment"))
     parser.add_argument("--out")
     options = parser.parse_args()
     overrides = (
