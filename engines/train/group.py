@@ -34,6 +34,8 @@ def trainer_env(spec: RunSpec) -> dict[str, str]:
         "CUBLAS_WORKSPACE_CONFIG": ":16:8",
         "CUBLASLT_WORKSPACE_SIZE": "1",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        # Megatron's deterministic mode asks for it; the shared reductions add nothing in NCCL.
+        "NCCL_ALGO": "Ring",
         # Trainer and engines share the device: Ray is not asked for it and must not hide it.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "HF_HUB_OFFLINE": "1",
