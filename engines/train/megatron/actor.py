@@ -133,9 +133,7 @@ class MegatronTrainer(GrpoTrainer):
 class _FlatLayout:
     """All tensors of a model one after the other in one buffer that the ranks divide evenly."""
 
-    def __init__(
-        self, shapes: dict[str, tuple[int, ...]], *, world_size: int, device: str
-    ) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]], *, world_size: int, device: str) -> None:
         self._shapes = shapes
         self._device = device
         count = sum(math.prod(shape) for shape in shapes.values())
