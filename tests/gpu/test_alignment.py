@@ -1,9 +1,9 @@
 """The gate on the device: our vLLM and the trainer give every sampled token the same bits.
 
 Both run in processes of their own, as in a run, on a small generated model; CUDA graphs and prefix
-cache are on and the weights change between the steps. Every layer is compared too, and Megatron with
-FSDP2. The controls: vLLM on its own ops, one of vLLM's own ops under the shared ones, and a trainer
-that scores at other weights, must all be told apart.
+cache are on and the weights change between the steps. Every layer is compared too, and Megatron
+with FSDP2. The controls: vLLM on its own ops, one of vLLM's own ops under the shared ones, and a
+trainer that scores at other weights, must all be told apart.
 """
 
 from __future__ import annotations

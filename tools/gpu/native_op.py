@@ -1,4 +1,4 @@
-"""The control of the gates: one of vLLM's own ops back under the shared ones, in an engine's process.
+"""The control of the gates: in an engine's process, one of vLLM's own ops back under the shared.
 
 handle.run("tools.gpu.native_op:leave_native", "RotaryEmbedding")   # before the engine is made
 """
