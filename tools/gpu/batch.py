@@ -13,6 +13,7 @@ part) and OUT/logs.txt (the end of each output).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -84,10 +85,8 @@ class Batch:
             except subprocess.TimeoutExpired:
                 code = f"over its limit of {part['limit_s']} s"
             # Its engines are processes of its session too.
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         seconds = round(time.monotonic() - started, 1)
         self._keep(name, code, seconds, figures, log)
