@@ -153,6 +153,8 @@ class ExecutionSpec(Frozen):
     """Where and how fast; recorded as ambient, never compared."""
 
     device: Literal["cpu", "cuda"] = "cpu"
+    gpu_is_shared: bool = False
+    """Other programs use the GPUs too, so their memory is not required to be free before a stage."""
     trainer_ranks: int = Field(default=1, ge=1)
     rollout_engines: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1)

@@ -26,6 +26,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
 from engines.contracts import Flip, Sample, SampleRequest
+from engines.environment import attention_libraries
 from engines.faults import choose_name, flip_bit
 from engines.provenance.tensor_digest import digest_tensor
 from engines.rollout import plugin, weight_transfer
@@ -363,6 +364,7 @@ class VllmEngine:
             "variables": {
                 name: os.environ.get(name) for name in sorted(engine_env(self._spec, self._policy))
             },
+            "attention_libraries": attention_libraries(),
             "shared_ops": list(plugin.installed()),
             "stop_token_ids": list(self._stop_token_ids),
             "tied": tied_aliases(self._facts),
