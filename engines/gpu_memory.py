@@ -1,8 +1,8 @@
 """Who holds memory of the GPUs, and whether it is as it was before anything was started here.
 
 Invariant: a stage begins only where every process on a GPU is one of the leg's own engines or was
-there before the first leg, and a leg only where the memory in use has come back to what it was then.
-A process that has just been ended is waited for. Reads `nvidia-smi`; loads nothing.
+there before the first leg, and a leg only where the memory in use has come back to what it was
+then. A process that has just been ended is waited for. Reads `nvidia-smi`; loads nothing.
 
     baseline = Baseline()                        # before the first engine is started
     baseline.require_free(what="leg a")          # no engine of ours is there
