@@ -117,7 +117,7 @@ def test_the_probes_decide_over_another_attention_and_their_figure_is_told() -> 
     require_allowed(other, Verdict.ALIGNED, "all equal")
     require_allowed(shared, Verdict.MISALIGNED, "a red gate is the flow's to judge")
     for verdict in (Verdict.MISALIGNED, Verdict.VACUOUS):
-        with pytest.raises(UnsupportedError, match="worst: batch of 8, 3 of 64 tokens, max 0.25"):
+        with pytest.raises(UnsupportedError, match=r"batch of 8, 3 of 64 tokens, max 0\.25"):
             require_allowed(other, verdict, "worst: batch of 8, 3 of 64 tokens, max 0.25")
 
 
