@@ -153,6 +153,10 @@ class VllmEngine:
             for request in requests
         ]
 
+    def last_cached_tokens(self) -> dict[str, int]:
+        """Return `cached_tokens`, for a caller in another process."""
+        return dict(self.cached_tokens)
+
     def prompt_logprobs(self, requests: Sequence[SampleRequest]) -> list[tuple[float, ...]]:
         """Score prompts: log-prob (nats, temperature 1) of each prompt token but the first.
 
