@@ -12,6 +12,7 @@ push, draw, score and update; its first round is not counted. RECIPE may also be
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -105,7 +106,7 @@ def whole_steps(engines: Started, rounds: int) -> tuple[dict[str, Any], list[Tra
         spent = gather([handle.run(take) for handle in handles], what="evidence")
         gate = compare_logprobs(step, samples, engines.trainer.scores())
         exact, compared = exact + gate.num_exact, compared + gate.num_tokens
-        phases = [after - before for before, after in zip(clock, clock[1:], strict=False)]
+        phases = [after - before for before, after in itertools.pairwise(clock)]
         rows.append(
             dict(zip(PHASES, phases, strict=True))
             | {"evidence_s": sum(spent), "tokens": gate.num_tokens}
