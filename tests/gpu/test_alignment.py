@@ -25,6 +25,8 @@ from engines.train.group import TrainerGroup, trainer_env
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
+from tools.gpu import invariance
+from tools.gpu.start import Started
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -37,6 +39,7 @@ class Engines:
     model: str
     cluster: Cluster
     engine: EngineHandle
+    rank: EngineHandle
     rollout: RolloutGroup
     trainer: TrainerGroup
 
@@ -118,7 +121,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         trainer.start(spec, dcp_dir=masters, rendezvous=f"file://{folder}/rendezvous")
         gather([created], what="start of the engine")
         rollout = RolloutGroup([engine], spec)
-        yield Engines(spec, model, cluster, engine, rollout, trainer)
+        yield Engines(spec, model, cluster, engine, rank, rollout, trainer)
 
 
 def test_every_log_prob_is_exact_while_the_weights_change(engines: Engines):
@@ -183,6 +186,29 @@ def test_every_layer_is_bitwise_the_trainers_in_prefill_and_decode(
     assert result.num_layers == 2
     assert result.num_prefill_positions > 100
     assert result.num_decode_positions > 20
+
+
+def test_neither_order_nor_prefixes_nor_weights_that_came_and_went_can_be_seen(engines: Engines):
+    masters = Path(engines.model).parent / "dcp"
+    engines.trainer.load(masters)
+    report = invariance.check(
+        Started(
+            spec=engines.spec,
+            model=engines.model,
+            masters=masters,
+            cluster=engines.cluster,
+            engine=engines.engine,
+            rank=engines.rank,
+            rollout=engines.rollout,
+            trainer=engines.trainer,
+            start_s=0.0,
+        ),
+        repeats=5,
+    )
+    assert report["holds"], report
+    assert report["orders"] == [32] * 5
+    assert report["prefix_cached_tokens"] >= 16
+    assert report["w2_is_w1"] < report["w1_again"] == report["w2_on_a_fresh_engine"] == 32
 
 
 def test_one_of_vllms_own_ops_turns_the_gates_red_and_its_layer_is_named(
