@@ -107,7 +107,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         load_recipe("tiny_cpu"), ("execution.device=cuda", "optimizer.lr=1e-3", "reduction.slots=4")
     )
     model, masters = str(folder / "model"), str(folder / "dcp")
-    with Cluster("gpu-tests", num_cpus=5, object_store_mib=256) as cluster:
+    with Cluster("gpu-tests", num_cpus=8, object_store_mib=256) as cluster:
         engine = cluster.start("rollout-0", env=engine_env(spec), num_cpus=1)
         rank = cluster.start("trainer-0", env=trainer_env(spec), num_cpus=1)
         write = "engines.checkpoint.tiny_model:write_tiny_model"
