@@ -5,8 +5,8 @@
 In this process, random weights and tokens. In bfloat16 the gradients of one step are taken
 `--repeats` times: one outcome. In float32 (no TF32, read back) the whole update is taken with and
 without gradient checkpointing: equal digests; every sample is scored packed and alone: equal bits;
-and the norm of the gradient is held against that of transformers' own model in float64 on the same
-weights: within 1e-6.
+and the norm of the gradient is held against that of the tests' textbook model in float64 on the
+same weights: within 1e-6.
 """
 
 from __future__ import annotations
@@ -158,22 +158,27 @@ def updated(
 
 
 def float64_norm(spec: RunSpec, samples: list[TrainSample], folder: Path) -> float:
-    """Return the gradient's norm of the same loss in transformers' own model in float64."""
+    """Return the gradient's norm of the same loss in a textbook model in float64."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from safetensors.torch import load_file
+
+    from tests.engines.reference_model import plain_logits
 
     torch.use_deterministic_algorithms(False)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder / "hf", dtype=torch.float64, attn_implementation="eager"
-    ).to("cuda")
+    weights = {
+        name: tensor.to("cuda", torch.float64).requires_grad_()
+        for name, tensor in load_file(folder / "hf" / "model.safetensors").items()
+    }
     total = sum(len(sample.token_ids) for sample in samples)
-    for sample in samples:
-        ids = torch.tensor([*sample.prompt_token_ids, *sample.token_ids], device="cuda")
-        logits = model(ids[None], use_cache=False).logits[0, len(sample.prompt_token_ids) - 1 : -1]
-        logs = torch.log_softmax(logits / spec.sampling.temperature, -1)
-        chosen = logs.gather(1, ids[len(sample.prompt_token_ids) :, None])[:, 0]
-        (-sample.advantage * (chosen - chosen.detach()).exp().sum() / total).backward()
-    squares = [value.grad.square().sum() for value in model.parameters() if value.grad is not None]
+    with torch.device("cuda"):
+        for sample in samples:
+            ids = torch.tensor([*sample.prompt_token_ids, *sample.token_ids])
+            first = len(sample.prompt_token_ids)
+            logits = plain_logits(weights, ids, spec.model)[first - 1 : -1]
+            logs = torch.log_softmax(logits / spec.sampling.temperature, -1)
+            chosen = logs.gather(1, ids[first:, None])[:, 0]
+            (-sample.advantage * (chosen - chosen.detach()).exp().sum() / total).backward()
+    squares = [tensor.grad.square().sum() for tensor in weights.values() if tensor.grad is not None]
     return float(torch.stack(squares).sum().sqrt())
 
 
