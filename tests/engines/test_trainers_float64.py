@@ -82,10 +82,7 @@ BFLOAT16_CASES = (
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Family -> folder with `hf` and `dcp`."""
-    return {
-        m.family: write_model(tmp_path_factory.mktemp(m.family), m)
-        for m in FAMILIES
-    }
+    return {m.family: write_model(tmp_path_factory.mktemp(m.family), m) for m in FAMILIES}
 
 
 def true_gradient(
@@ -199,9 +196,7 @@ def test_a_true_gradient_of_zero_is_vacuous_not_within(
 ) -> None:
     """The control: with no term in the loss both gradients are zero, and nothing is shown."""
     nothing = Case(name="nothing", loss={"reference": True})
-    ours, true, stock, _ = measured(
-        nothing, "float32", QWEN2, trainer, folders["qwen2"], tmp_path
-    )
+    ours, true, stock, _ = measured(nothing, "float32", QWEN2, trainer, folders["qwen2"], tmp_path)
     assert norm(ours) == norm(true) == 0.0
     with pytest.raises(AssertionError, match="vacuous"):
         require_within(ours, true, stock)
