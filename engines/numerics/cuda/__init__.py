@@ -1,8 +1,8 @@
 """The shared ops on a CUDA device: the same names, signatures and laws as `engines.numerics`.
 
 Callers use `engines.numerics`, which comes here by the device of the tensors; only what has no
-counterpart there (`add_rms_norm`, `attend_pages`, `temper_`, `token_logprobs`, `digest_sums`) is
-imported from here. All kernels are ours, in Triton.
+counterpart there (`add_rms_norm`, `attend_pages`, `mix_experts`, `temper_`, `token_logprobs`,
+`digest_sums`) is imported from here. All kernels are ours, in Triton.
 
 | what could change a row's bits | what holds it |
 | --- | --- |
@@ -22,6 +22,7 @@ from engines.numerics.cuda.attention import (
 )
 from engines.numerics.cuda.digest import digest_sums
 from engines.numerics.cuda.embedding import embedding
+from engines.numerics.cuda.experts import expert_mlp, mix_experts
 from engines.numerics.cuda.linear import (
     linear,
     linear_input_gradient,
@@ -39,6 +40,7 @@ from engines.numerics.cuda.norm import add_rms_norm, rms_norm
 from engines.numerics.cuda.optimizer import adamw_step_
 from engines.numerics.cuda.pointwise import add, silu_mul
 from engines.numerics.cuda.rotary import rotary
+from engines.numerics.cuda.router import route
 from engines.numerics.cuda.sums import row_square_sums
 
 __all__ = [
@@ -50,16 +52,19 @@ __all__ = [
     "chosen_logprobs",
     "digest_sums",
     "embedding",
+    "expert_mlp",
     "head_logprobs",
     "linear",
     "linear_input_gradient",
     "linear_multi",
     "linear_weight_gradient",
     "log_softmax_rows",
+    "mix_experts",
     "paged_attention",
     "paged_attention_batch",
     "rms_norm",
     "rotary",
+    "route",
     "row_square_sums",
     "silu_mul",
     "temper_",
