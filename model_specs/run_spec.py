@@ -298,7 +298,12 @@ class RunSpec(Frozen):
         wanted = {
             "plan.gates.logprobs": (gates.logprobs, ("report", "off")),
             "plan.gates.preflight": (gates.preflight, ("optional", "off")),
+            "plan.gates.layerwise": (gates.layerwise, ("off",)),
             "plan.gates.controls": (gates.controls, ("off",)),
+            "trainer_options.max_tokens_per_rank": (
+                self.trainer_options.max_tokens_per_rank,
+                (None,),
+            ),
             "trainer_options.gradient_checkpointing": (
                 self.trainer_options.gradient_checkpointing,
                 (False,),

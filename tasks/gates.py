@@ -1,4 +1,4 @@
-"""The gates of a leg: preflight, log-prob alignment, its two controls, and the leg's verdict."""
+"""The gates of a leg: preflight, log-probs and their two controls, layers; the leg's verdict."""
 
 from __future__ import annotations
 
@@ -75,12 +75,20 @@ def preflight(session_name: str) -> dict[str, Any]:
     return record.to_dict()
 
 
-@stage("controls", version=1)
-def controls(session_name: str, exported: ArtifactRef) -> dict[str, Any]:
-    """Show beside the 0.0 that native vLLM ops differ and that stock transformers is near.
+@stage("layerwise", version=1)
+def layerwise(session_name: str) -> dict[str, Any]:
+    """Compare every element of every decoder layer of both engines, prefill and decode."""
+    opened = session(session_name)
+    if opened.spec.plan.gates.layerwise == "off":
+        return {}
+    record = _layerwise(opened, _control_requests(opened))
+    opened.gates["layerwise"] = record
+    return record.to_dict()
 
-    Also compares the hidden states of every decoder layer of both engines.
-    """
+
+@stage("controls", version=2)
+def controls(session_name: str, exported: ArtifactRef) -> dict[str, Any]:
+    """Show beside the 0.0 that native vLLM ops differ and that stock transformers is near."""
     opened = session(session_name)
     if opened.spec.plan.gates.controls == "off":
         return {}
@@ -107,7 +115,6 @@ def controls(session_name: str, exported: ArtifactRef) -> dict[str, Any]:
         summary=f"max {last.max_abs_diff!r} over {last.num_tokens} tokens drawn after training",
         figures=last.to_dict(),
     )
-    opened.gates["layerwise"] = _layerwise(opened, requests)
     opened.gates["native control"] = _control(native_result, Verdict.VACUOUS)
     opened.gates["stock control"] = _control(stock_result, Verdict.MISALIGNED)
     return {name: record.to_dict() for name, record in opened.gates.items()}
@@ -187,7 +194,7 @@ def _required(opened: LegSession, name: str, record: GateRecord) -> bool:
     settings = {
         "preflight": plan.preflight,
         "logprobs": plan.logprobs,
-        "layerwise": plan.controls,
+        "layerwise": plan.layerwise,
     }
     setting = settings.get(name, plan.controls if name.endswith("control") else "required")
     return setting == "required" and not record.holds

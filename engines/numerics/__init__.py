@@ -31,7 +31,7 @@ or bfloat16.
 
 Weight gradients need sequences that start at multiples of 64 rows, with zero rows between them:
 then a packed slot's gradient is the left-to-right sum over its sequences, whatever is packed
-together.
+together. A slot that is run in several parts keeps that one sum (`SlotSums`).
 
     hidden = embedding(ids, weight)
     q, k, v = linear_multi(rms_norm(hidden, norm, 1e-5), (wq, wk, wv), (None, None, None))
@@ -54,6 +54,7 @@ from engines.numerics.optimizer import adamw_step_
 from engines.numerics.pointwise import add, silu_mul
 from engines.numerics.rotary import rotary, rotary_inv_freq
 from engines.numerics.router import route
+from engines.numerics.slot_sums import SlotSums
 from engines.numerics.sums import ordered_sum, row_square_sums, token_sum, tree_sum
 
 adamw_step_ = by_device(adamw_step_)
@@ -79,6 +80,7 @@ silu_mul = by_device(silu_mul)
 __all__ = [
     "ROW_BLOCK",
     "ROW_TILE",
+    "SlotSums",
     "adamw_step_",
     "add",
     "causal_attention",

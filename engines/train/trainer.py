@@ -50,19 +50,20 @@ from engines.train.lr_schedule import learning_rate, weight_decay
 from engines.train.optimizer import ShardedAdamW
 from engines.train.reduction import clip_coefficient, total_norm
 from engines.train.reference import Reference
-from engines.train.scored import behaviour_logprobs, require_fits, scored_rows
+from engines.train.scored import behaviour_logprobs, require_no_gradient, scored_rows
 from engines.train.shards import Shard, all_objects, gathered, join, merged_digests
 from engines.train.slots import (
     num_rows,
     pack_slot,
     plan_micro_batches,
+    plan_slot_parts,
     plan_slots,
 )
 from engines.train.state import TrainingState
 from engines.weights.wire import pack
 from model_specs.errors import EngineError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
-from model_specs.run_spec import RunSpec, StockReduction
+from model_specs.run_spec import RunSpec, StockReduction, TreeReduction
 
 
 class GrpoTrainer(ABC):
@@ -295,21 +296,37 @@ class GrpoTrainer(ABC):
     ) -> tuple[dict[str, Shard], list[SampleFigures]]:
         """Run this rank's slots; return reduced gradients and all samples' figures in order."""
         totals = UpdateTotals.of(samples)
-        slots = plan_slots(len(samples), num_slots=self.spec.reduction.slots)
+        slots = plan_slot_parts(
+            [num_rows(sample) for sample in samples],
+            plan_slots(len(samples), num_slots=self.spec.reduction.slots),
+            max_rows=self.spec.trainer_options.max_tokens_per_rank,
+        )
         mine: list[SampleFigures] = []
-        for indices in slots[self._rank :: self._world_size]:
-            mine += self._backward([samples[index] for index in indices], totals)
+        for parts in slots[self._rank :: self._world_size]:
+            mine += self._run_slot([[samples[index] for index in part] for part in parts], totals)
             self._take_slot_gradient()
         summed = self._take_update_gradient()
         by_id = {figure.request_id: figure for part in all_objects(mine) for figure in part}
         gradients = {name: shard.like(summed[name]) for name, shard in self._shards.items()}
         return gradients, [by_id[sample.request_id] for sample in samples]
 
+    def _run_slot(
+        self, parts: Sequence[Sequence[TrainSample]], totals: UpdateTotals
+    ) -> list[SampleFigures]:
+        """Forward and backward of one slot, in one or more parts; one sum and one rounding."""
+        figures: list[SampleFigures] = []
+        sums = numerics.SlotSums()
+        for number, samples in enumerate(parts, start=1):
+            with sums.part(last=number == len(parts)):
+                figures += self._backward(samples, totals)
+            if number == 1 < len(parts) and isinstance(self.spec.reduction, TreeReduction):
+                require_no_gradient(self._model)
+        return figures
+
     def _backward(
         self, samples: Sequence[TrainSample], totals: UpdateTotals
     ) -> list[SampleFigures]:
         slot = pack_slot(samples)
-        require_fits(slot, self.spec)
         counts = torch.tensor(slot.counts)
         old = scored_rows(self._scores, samples)
         reference = scored_rows(self._reference_scores, samples) if self._reference else None

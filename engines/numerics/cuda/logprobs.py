@@ -18,6 +18,7 @@ from engines.numerics.blocks import ROW_BLOCK
 from engines.numerics.cuda.layout import row_major
 from engines.numerics.cuda.linear import linear_input_gradient, linear_weight_gradient
 from engines.numerics.cuda.matmul import matmul
+from engines.numerics.slot_sums import next_op_sums
 
 _BLOCK = 4096
 _CHUNK_ROWS = 2048
@@ -287,7 +288,7 @@ class _HeadLogprobs(torch.autograd.Function):
             torch.cat([chunk[index] for chunk in figures]) for index in range(4)
         )
         ctx.save_for_backward(hidden, weight, ids, maximum, log_sum, entropy)
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        ctx.temperature, ctx.chunk_rows, ctx.sums = temperature, chunk_rows, next_op_sums()
         ctx.set_materialize_grads(False)
         return chosen, entropy
 
@@ -299,7 +300,9 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, ids, maximum, log_sum, entropy = ctx.saved_tensors
         upstream = torch.zeros_like(entropy) if of_chosen is None else of_chosen
         of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        of_weight = ctx.sums.total(0)
+        if of_weight is None:
+            of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, hidden.shape[0], ctx.chunk_rows):
             rows = slice(start, start + ctx.chunk_rows)
             of_logits = _logits_gradient(
@@ -312,4 +315,4 @@ class _HeadLogprobs(torch.autograd.Function):
             )
             of_hidden[rows] = linear_input_gradient((of_logits,), (weight,))
             linear_weight_gradient(of_logits, hidden[rows], total=of_weight)
-        return of_hidden, of_weight.to(weight.dtype), None, None, None
+        return of_hidden, ctx.sums.rounded(0, of_weight, weight.dtype), None, None, None

@@ -212,3 +212,35 @@ def test_an_adamw_step_has_the_bits_of_the_cpu_definition(device):
         assert torch.equal(found.cpu(), wanted)
     with pytest.raises(ValueError, match="first step is 1"):
         cuda.adamw_step_(*ours, step=0, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_go_on_over_the_parts_of_a_slot(device, dtype):
+    from engines.numerics import cuda
+    from engines.numerics.slot_sums import SlotSums
+
+    ids = (torch.arange(192) * 5 % 7).to(device)
+
+    def outputs(x, rows, matrix, bias, scale, table):
+        hidden = cuda.linear(x[rows], matrix, bias)
+        hidden = cuda.rms_norm(hidden, scale, 1e-5) + cuda.embedding(ids[rows], table)
+        return torch.stack(cuda.head_logprobs(hidden, matrix, ids[rows], temperature=0.7))
+
+    x = random(192, 16, dtype=dtype).to(device)
+    shapes = ((16, 16), (16,), (16,), (7, 16))
+    found = []
+    for cut in ((0, 192), (0, 64, 192), (0, 64, 128, 192)):
+        leaves = [
+            random(*shape, dtype=dtype, seed=seed).to(device).requires_grad_()
+            for seed, shape in enumerate(shapes, start=1)
+        ]
+        sums = SlotSums()
+        for first, end in zip(cut, cut[1:], strict=False):
+            with sums.part(last=end == 192):
+                outputs(x, slice(first, end), *leaves).sum().backward()
+            if end != 192:
+                assert all(leaf.grad is None for leaf in leaves)
+        found.append([leaf.grad for leaf in leaves])
+    for other in found[1:]:
+        for one, two in zip(other, found[0], strict=True):
+            assert torch.equal(one, two)

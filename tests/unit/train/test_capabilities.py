@@ -80,6 +80,7 @@ STOCK = (
     "numerics.policy=stock",
     "plan.gates.logprobs=report",
     "plan.gates.preflight=off",
+    "plan.gates.layerwise=off",
     "plan.gates.controls=off",
 )
 
