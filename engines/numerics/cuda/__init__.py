@@ -20,7 +20,7 @@ from engines.numerics.cuda.attention import (
     paged_attention,
     paged_attention_batch,
 )
-from engines.numerics.cuda.digest import digest_sums
+from engines.numerics.cuda.digest import WordBlock, digest_sums
 from engines.numerics.cuda.embedding import embedding
 from engines.numerics.cuda.experts import expert_mlp, mix_experts
 from engines.numerics.cuda.linear import (
@@ -44,6 +44,7 @@ from engines.numerics.cuda.router import route
 from engines.numerics.cuda.sums import row_square_sums
 
 __all__ = [
+    "WordBlock",
     "adamw_step_",
     "add",
     "add_rms_norm",

@@ -29,6 +29,7 @@ from engines.numerics.cuda.expert_kernels import (
 )
 from engines.numerics.cuda.layout import aligned, power_of_two, row_major
 from engines.numerics.cuda.pointwise import silu_mul, silu_mul_gradient
+from engines.numerics.slot_sums import next_op_sums
 
 CHUNK = 16
 """Rows of one step of the weight gradient."""
@@ -196,12 +197,14 @@ def _spread(
 
 def _weight_gradient(
     gradient: torch.Tensor, x: torch.Tensor, chunks: tuple[torch.Tensor, torch.Tensor], *,
+    total: torch.Tensor | None,
     gradient_index: torch.Tensor | None = None, x_index: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return the gradient of each expert's matrix, `[N, K]` in the dtype of `x`."""
+) -> torch.Tensor:  # fmt: skip
+    """Return float32 gradients of all experts' matrices, `[E, N, K]`; goes on from `total`."""
     places, first_chunk = chunks
     experts, n, k = len(first_chunk) - 1, gradient.shape[1], x.shape[1]
-    total = torch.zeros(experts, n, k, dtype=torch.float32, device=x.device)
+    if total is None:
+        total = torch.zeros(experts, n, k, dtype=torch.float32, device=x.device)
     if x.numel() and gradient.numel():
         columns, stages = (64, 2) if x.dtype == torch.float32 else (128, 3)
         grid = (experts, triton.cdiv(n, columns), triton.cdiv(k, columns))
@@ -211,7 +214,7 @@ def _weight_gradient(
             GATHER_X=x_index is not None, BLOCK_N=columns, BLOCK_K=columns, ROWS=CHUNK,
             PRECISION="ieee", num_warps=8, num_stages=stages,
         )  # fmt: skip
-    return total.to(x.dtype).unbind(0)
+    return total
 
 
 class _Experts(torch.autograd.Function):
@@ -225,6 +228,7 @@ class _Experts(torch.autograd.Function):
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, experts, weights, *matrices)
+        ctx.sums = next_op_sums()
         places = _Places.of(experts, num_experts=count)
         gate, up, down = (torch.stack(matrices[i * count : (i + 1) * count]) for i in range(3))
         return _combine(_forward(row_major(hidden), places, gate, up, down)[2], weights)
@@ -246,11 +250,18 @@ class _Experts(torch.autograd.Function):
         of_x += _project(of_ups, up, places, transposed=False, target=places.cells)
         of_hidden = _combine(of_x.to(hidden.dtype), weights, weighted=False)
         chunks = places.chunks(len(hidden))
-        of_matrices = (
-            *_weight_gradient(of_gates, hidden, chunks, x_index=places.rows),
-            *_weight_gradient(of_ups, hidden, chunks, x_index=places.rows),
-            *_weight_gradient(
-                of_outputs, silu_mul(gates, ups), chunks, gradient_index=places.cells
-            ),
-        )
+        of_matrices: list[torch.Tensor | None] = []
+        for kind, (left, right, left_index, right_index) in enumerate(
+            (
+                (of_gates, hidden, None, places.rows),
+                (of_ups, hidden, None, places.rows),
+                (of_outputs, silu_mul(gates, ups), places.cells, None),
+            )
+        ):
+            total = _weight_gradient(
+                left, right, chunks, total=ctx.sums.total(kind), gradient_index=left_index,
+                x_index=right_index,
+            )  # fmt: skip
+            rounded = ctx.sums.rounded(kind, total, hidden.dtype)
+            of_matrices += [None] * count if rounded is None else rounded.unbind(0)
         return of_hidden, None, of_weights, None, *of_matrices

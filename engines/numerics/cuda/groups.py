@@ -21,3 +21,16 @@ def group_of_tile(tile, first_ptr, groups, TILE: tl.constexpr):
         else:
             high = middle
     return low - 1
+
+
+@triton.jit
+def owner_of(number, first_ptr, owners):
+    """Return the last index with `first[index] <= number`; `first` ascends from zero."""
+    low, high = 0, owners
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(first_ptr + middle) <= number:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
