@@ -78,7 +78,7 @@ class BinaryCounter:
         level, current = 0, list(tensors)
         while self._partial and self._partial[-1][0] == level:
             _, left = self._partial.pop()
-            current = [a + b for a, b in zip(left, current, strict=True)]
+            current = list(torch._foreach_add(left, current))  # on a GPU one launch for many
             level += 1
         self._partial.append((level, current))
 

@@ -102,7 +102,10 @@ def gathered(shard: Shard, local: torch.Tensor | None = None) -> torch.Tensor:
         shard: The layout.
         local: Gathered instead of the shard's own rows, in any dtype and trailing shape.
     """
-    tensor = distributed(shard, shard.local if local is None else local)
+    local = shard.local if local is None else local
+    if dist.get_world_size() == 1:
+        return local
+    tensor = distributed(shard, local)
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     assert type(whole) is torch.Tensor, type(whole)
     return whole

@@ -37,15 +37,16 @@ from engines.numerics.cuda.logprobs import (
     token_logprobs,
 )
 from engines.numerics.cuda.norm import add_rms_norm, rms_norm
-from engines.numerics.cuda.optimizer import adamw_step_
+from engines.numerics.cuda.optimizer import adamw_step_, adamw_steps_
 from engines.numerics.cuda.pointwise import add, silu_mul
 from engines.numerics.cuda.rotary import rotary
 from engines.numerics.cuda.router import route
-from engines.numerics.cuda.sums import row_square_sums
+from engines.numerics.cuda.sums import many_row_square_sums, row_square_sums
 
 __all__ = [
     "WordBlock",
     "adamw_step_",
+    "adamw_steps_",
     "add",
     "add_rms_norm",
     "attend_pages",
@@ -60,6 +61,7 @@ __all__ = [
     "linear_multi",
     "linear_weight_gradient",
     "log_softmax_rows",
+    "many_row_square_sums",
     "mix_experts",
     "paged_attention",
     "paged_attention_batch",

@@ -7,7 +7,6 @@ tensors would otherwise each wait for the host.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 
 from engines.numerics.cuda.groups import owner_of
+from engines.numerics.cuda.tables import all_aligned, table_of
 
 _BLOCK = 1024
 _ROUNDS = 16
@@ -36,12 +36,14 @@ def _mixed(word, index, inside):
 @triton.jit(do_not_specialize=["blocks"])
 def _digest_kernel(
     table_ptr, first_ptr, sums_ptr, blocks,
-    WORD: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+    WORD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     block = owner_of(program, first_ptr, blocks)
     row = table_ptr + block.to(tl.int64) * _FIELDS
     words_ptr = tl.load(row).to(tl.pointer_type(WORD))
+    if ALIGNED:
+        words_ptr = tl.multiple_of(words_ptr, 16)
     numel, columns, row_stride = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     first_index, index_step = tl.load(row + 4), tl.load(row + 5)
     base = (program - tl.load(first_ptr + block)).to(tl.int64) * (BLOCK * ROUNDS)
@@ -133,16 +135,14 @@ def _sums_of(blocks: Sequence[WordBlock], word: tl.dtype) -> list[tuple[int, int
         ]
         for matrix, block in zip(matrices, blocks, strict=True)
     ]  # fmt: skip
-    counts = [triton.cdiv(matrix.numel(), _BLOCK * _ROUNDS) for matrix in matrices]
     device = matrices[0].device
-    first = list(itertools.accumulate(counts, initial=0))
-    flat = torch.tensor([*itertools.chain(*rows), *first], dtype=torch.int64).to(device)
-    table, first_program = flat[: len(blocks) * 6], flat[len(blocks) * 6 :]
-    sums = torch.empty(first[-1], 2, dtype=torch.int64, device=device)
-    _digest_kernel[(first[-1],)](
-        table, first_program, sums, len(blocks),
-        WORD=word, BLOCK=_BLOCK, ROUNDS=_ROUNDS, num_warps=4,
+    programs = [triton.cdiv(matrix.numel(), _BLOCK * _ROUNDS) for matrix in matrices]
+    table = table_of(rows, programs, device)
+    sums = torch.empty(table.programs, 2, dtype=torch.int64, device=device)
+    _digest_kernel[(table.programs,)](
+        table.rows, table.first, sums, len(blocks), WORD=word, ALIGNED=all_aligned(matrices),
+        BLOCK=_BLOCK, ROUNDS=_ROUNDS, num_warps=4,
     )  # fmt: skip
     totals = torch.empty(len(blocks), 2, dtype=torch.int64, device=device)
-    _add_kernel[(len(blocks),)](sums, first_program, totals, BLOCK=_BLOCK, num_warps=4)
+    _add_kernel[(len(blocks),)](sums, table.first, totals, BLOCK=_BLOCK, num_warps=4)
     return [(a % (1 << 64), b % (1 << 64)) for a, b in totals.tolist()]
