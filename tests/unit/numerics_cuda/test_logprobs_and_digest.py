@@ -60,6 +60,27 @@ def test_a_row_has_one_logprob_in_either_dtype_at_any_stride_and_among_any_rows(
     assert torch.equal(rows.gather(1, IDS[:, None].to(device))[:, 0], whole)
 
 
+def test_one_program_a_row_and_several_give_the_same_bits(device, monkeypatch):
+    from engines.numerics import cuda
+    from engines.numerics.cuda import logprobs
+
+    hidden, weight = torch.eye(6, device=device), logits().t().contiguous().to(device)
+    results = []
+    for many in (1, 1000):
+        monkeypatch.setattr(logprobs, "_MANY_ROWS", many)
+        values = logits(HALF).to(device)
+        values[2, 17] = math.nan
+        results.append(
+            [
+                cuda.chosen_logprobs(values, IDS.to(device), temperature=0.7),
+                *cuda.head_logprobs(hidden, weight, IDS.to(device), temperature=0.7),
+            ]
+        )
+    for one, several in zip(*results, strict=True):
+        assert torch.equal(one.nan_to_num(), several.nan_to_num())
+    assert torch.isnan(results[1][0]).tolist() == [False, False, True, False, False, False]
+
+
 def test_tempering_in_place_gives_the_logprobs_of_that_temperature(device):
     from engines.numerics import cuda
 
