@@ -58,6 +58,9 @@ class TreeReduceScatter(ReduceScatter):
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"the tree reduction adds; FSDP2 asked for {op}")
+        if group.size() == 1:
+            output_tensor.copy_(input_tensor)
+            return
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor.contiguous(), group=group)
         chunks = received.view(group.size(), -1).unbind(0)
