@@ -8,7 +8,7 @@
 | `default_unquantized_gemm`: linears and the output head | `linear` |
 | `AttentionBackendEnum.TRITON_ATTN` | `attend_pages` (`engines.rollout.vllm_attention_cuda`) |
 | `FusedTopKRouter._compute_routing` | `route` |
-| `UnquantizedFusedMoEMethod`: experts of vLLM's Triton back end, as they were loaded | `mix_experts` |
+| `UnquantizedFusedMoEMethod`: experts as its Triton back end stores them | `mix_experts` |
 | `gpu.sample.Sampler`: logits in float32, temperature, log-probs | `temper_`, `token_logprobs` |
 
 Invariant: all of them can be captured in a CUDA graph: no copy to the host, no size read from the

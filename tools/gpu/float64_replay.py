@@ -121,7 +121,7 @@ def reference_gradients(
 ) -> dict[str, Any]:
     """Return name -> float64 gradient of the update's loss, one sample after the other.
 
-    On policy: the ratio is 1 and its gradient that of the log-prob, so a token's loss is -A * ratio.
+    On policy the ratio is 1, so a token's loss is -A * ratio.
     """
     import torch
 

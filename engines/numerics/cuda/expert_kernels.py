@@ -69,8 +69,8 @@ def expert_weight_gradient_kernel(
 ):  # fmt: skip
     """Add `gradient.T @ x` over one expert's places to `total`, chunk by chunk.
 
-    Expert e has chunks `chunk[e] ... chunk[e + 1] - 1`; chunk c has the places `place[c * ROWS] ...`,
-    of which those below zero are empty.
+    Expert e has chunks `chunk[e] ... chunk[e + 1] - 1`; chunk c has the places `place[c * ROWS]`
+    and on, of which those below zero are empty.
     """
     expert = tl.program_id(0)
     output = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -103,7 +103,7 @@ def combine_kernel(
     part_ptr, weight_ptr, out_ptr, columns,
     SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of a row, weighted or as they are, in float32 from the first slot to the last."""
+    """Add the parts of a row, weighted or as they are, in float32, first slot to last."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -1,5 +1,7 @@
-"""A mixture of experts in a few launches, whatever the number of experts, and without a word from
-the device: rows are sorted by expert there, so that a CUDA graph can capture the forward.
+"""A mixture of experts in a few launches, whatever the number of experts.
+
+Rows are sorted by expert on the device and the host is told nothing, so that a CUDA graph can
+capture the forward.
 
 Forward: all experts' rows go through one kernel with one tile shape. A row's results are weighted
 and added in float32 in the order of its slots, and rounded once.
@@ -162,9 +164,7 @@ def _forward(
     """Return gate and up projections in order of places, and outputs `[M * S, K]` of the cells."""
     gates = _project(hidden, gate, places, transposed=True, source=places.rows)
     ups = _project(hidden, up, places, transposed=True, source=places.rows)
-    outputs = _project(
-        silu_mul(gates, ups), down, places, transposed=True, target=places.cells
-    )
+    outputs = _project(silu_mul(gates, ups), down, places, transposed=True, target=places.cells)
     return gates, ups, outputs
 
 

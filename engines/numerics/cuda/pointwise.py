@@ -94,7 +94,8 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return silu_mul_gradient(*ctx.saved_tensors, gradient)
+        gate, up = ctx.saved_tensors
+        return silu_mul_gradient(gate, up, gradient)
 
 
 def silu_mul_gradient(

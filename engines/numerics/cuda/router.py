@@ -85,9 +85,7 @@ def _route_backward_kernel(
         spread = tl.where(column == expert, of_chosen, spread)
         inner += of_chosen * tl.load(probability_ptr + row * columns + expert)
     of_logits = probability * (spread - inner)
-    tl.store(
-        out_ptr + row * columns + column, of_logits.to(out_ptr.dtype.element_ty), mask=inside
-    )
+    tl.store(out_ptr + row * columns + column, of_logits.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def route(

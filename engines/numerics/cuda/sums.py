@@ -62,9 +62,7 @@ def many_row_square_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return `row_square_sums` of each of many tensors, on one device."""
     matrices = [x.detach().reshape(x.shape[0], math.prod(x.shape[1:])) for x in tensors]
     device = matrices[0].device if matrices else None
-    flat = torch.empty(
-        sum(len(matrix) for matrix in matrices), dtype=torch.float64, device=device
-    )
+    flat = torch.empty(sum(len(matrix) for matrix in matrices), dtype=torch.float64, device=device)
     results = list(flat.split([len(matrix) for matrix in matrices]))
     groups: dict[tuple[torch.dtype, int], list[int]] = {}
     for index, matrix in enumerate(matrices):

@@ -26,9 +26,7 @@ class Table:
     programs: int
 
 
-def table_of(
-    rows: Sequence[Sequence[int]], programs: Sequence[int], device: torch.device
-) -> Table:
+def table_of(rows: Sequence[Sequence[int]], programs: Sequence[int], device: torch.device) -> Table:
     """Send a table to the device, in one copy.
 
     Args:

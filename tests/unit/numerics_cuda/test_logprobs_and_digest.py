@@ -140,7 +140,9 @@ def test_head_logprobs_are_those_of_linear_and_chosen_logprobs(device):
 def test_digest_sums_are_those_of_the_numpy_definition(device, dtype):
     from engines.numerics.cuda import WordBlock, digest_sums
 
-    words = torch.randint(-(2**31), 2**31 - 1, (37, 600), generator=torch.Generator().manual_seed(0))
+    words = torch.randint(
+        -(2**31), 2**31 - 1, (37, 600), generator=torch.Generator().manual_seed(0)
+    )
     words = words.to(dtype)
     name = str(dtype).removeprefix("torch.")
 

@@ -26,9 +26,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def matrices(dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
     shapes = [(INNER, HIDDEN)] * (2 * EXPERTS) + [(HIDDEN, INNER)] * EXPERTS
-    return [
-        (random(*shape, seed=9 + i) / 5).to(dtype).to(device) for i, shape in enumerate(shapes)
-    ]
+    return [(random(*shape, seed=9 + i) / 5).to(dtype).to(device) for i, shape in enumerate(shapes)]
 
 
 def parts(flat: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -38,8 +36,7 @@ def parts(flat: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 def gradients(op, device, hidden, experts, weights, upstream):
     """Return the result and the gradients of hidden, weights and all matrices."""
     leaves = [
-        t.to(device).detach().requires_grad_()
-        for t in (hidden, weights, *matrices(hidden.dtype))
+        t.to(device).detach().requires_grad_() for t in (hidden, weights, *matrices(hidden.dtype))
     ]
     out = op(leaves[0], experts.to(device), leaves[1], *parts(leaves[2:]))
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(device))]
