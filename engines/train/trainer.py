@@ -381,9 +381,10 @@ class GrpoTrainer(ABC):
 
     def _norm(self, gradients: Mapping[str, Shard]) -> float:
         """Return the float64 norm of the whole gradient; EngineError if it is not finite."""
+        sums = numerics.many_row_square_sums([shard.local for shard in gradients.values()])
         squares = {
-            name: gathered(shard, numerics.row_square_sums(shard.local))
-            for name, shard in gradients.items()
+            name: gathered(shard, rows)
+            for (name, shard), rows in zip(gradients.items(), sums, strict=True)
         }
         norm = total_norm(list(squares.values()))
         if not math.isfinite(norm):
@@ -397,8 +398,9 @@ class GrpoTrainer(ABC):
         """Clip, count the samples, apply AdamW; return the learning rate."""
         coefficient = clip_coefficient(norm, clip_grad=self.spec.optimizer.clip_grad)
         if coefficient < 1:
-            for shard in gradients.values():
-                shard.local.mul_(round_to_float32(coefficient))
+            torch._foreach_mul_(
+                [shard.local for shard in gradients.values()], round_to_float32(coefficient)
+            )
         self._state.samples_consumed += num_samples
         rate = learning_rate(
             self._state.samples_consumed, optimizer=self.spec.optimizer, schedule=self.spec.schedule

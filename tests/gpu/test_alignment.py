@@ -131,7 +131,7 @@ def test_the_engine_runs_graphs_and_the_shared_attention(engines: Engines):
     assert facts["vllm_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
     assert facts["vllm_config"]["attention"] == ["SharedAttentionImpl"]
     assert facts["vllm_config"]["prefix_caching"] is True
-    assert len(facts["shared_ops"]) == 8
+    assert len(facts["shared_ops"]) == 10
 
 
 def test_vllm_on_its_own_ops_is_told_apart(engines: Engines, tmp_path: Path):

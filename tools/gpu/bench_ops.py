@@ -164,7 +164,7 @@ def others() -> dict[str, dict[str, float]]:
     words = state[0].view(torch.int32).view(-1, 1024)
     add(
         "digest 67M",
-        lambda: cuda.digest_sums(words, first_index=0, index_step=1024),
+        lambda: cuda.digest_sums([cuda.WordBlock(words, 0, 1024)]),
         0.268435456,
         captured=False,
     )

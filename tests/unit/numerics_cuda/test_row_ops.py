@@ -13,6 +13,7 @@ from engines.numerics.optimizer import adamw_step_ as cpu_adamw_step_
 from engines.numerics.pointwise import silu_mul as cpu_silu_mul
 from engines.numerics.rotary import rotary as cpu_rotary
 from engines.numerics.rotary import rotary_inv_freq
+from engines.numerics.sums import row_square_sums as cpu_row_square_sums
 
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 """The interpreter multiplies and rounds bfloat16 wrongly; the kernels take either."""
@@ -244,3 +245,27 @@ def test_gradients_go_on_over_the_parts_of_a_slot(device, dtype):
     for other in found[1:]:
         for one, two in zip(other, found[0], strict=True):
             assert torch.equal(one, two)
+
+
+def test_many_tensors_step_and_are_summed_in_one_launch_with_the_bits_of_each_alone(device):
+    from engines.numerics import cuda
+
+    shapes = ((3, 5), (7,), (0, 4), (2, 600), (9, 4, 3), (1, 1))
+    options = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1}
+    states = [
+        [random(*shape, seed=4 * i + j).abs() for i, shape in enumerate(shapes)] for j in range(4)
+    ]
+    ours = [[tensor.to(device) for tensor in tensors] for tensors in states]
+    cuda.adamw_steps_(*ours, step=3, **options)
+    for state in zip(*states, strict=True):
+        cpu_adamw_step_(*state, step=3, **options)
+    for found, wanted in zip(ours, states, strict=True):
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True))
+    with pytest.raises(ValueError, match="float32"):
+        cuda.adamw_steps_([ours[0][0].half()], *([t[0]] for t in ours[1:]), step=1, **options)
+    for dtype in DTYPES:
+        tensors = [random(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+        sums = cuda.many_row_square_sums([tensor.to(device) for tensor in tensors])
+        assert [len(rows) for rows in sums] == [shape[0] for shape in shapes]
+        for found, tensor in zip(sums, tensors, strict=True):
+            assert torch.equal(found.cpu(), cpu_row_square_sums(tensor))
