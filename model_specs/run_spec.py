@@ -49,7 +49,7 @@ class LossSpec(Frozen):
     """The two controls of the learning test: with either, nothing useful can be learned."""
     mask_truncated: bool = False
     tis_clip: float | None = Field(default=None, gt=0)
-    """numerics.policy=stock: truncated importance sampling, each token's policy loss times
+    """numerics.policy other than aligned: truncated importance sampling, each policy loss times
     min(exp(trainer's log-prob - rollout's), tis_clip); None corrects nothing."""
     updates_per_step: int = Field(default=1, ge=1)
 
@@ -102,9 +102,13 @@ class StockReduction(Frozen):
 class NumericsSpec(Frozen):
     """Which arithmetic both engines run."""
 
-    policy: Literal["aligned", "stock"] = "aligned"
+    policy: Literal["aligned", "stock", "peer"] = "aligned"
     """`aligned`: the shared ops under both engines. `stock`: transformers' and vLLM's own ops, for
-    comparison; no alignment is claimed."""
+    comparison; no alignment is claimed. `peer`: the same with the switches of the public reference
+    runs (FlashInfer attention, NCCL Ring, cuBLAS :4096:8); CUDA only."""
+    rollout_attention: Literal["shared", "flashinfer"] = "shared"
+    """policy=aligned on CUDA: FlashInfer's attention in the rollout instead of the shared one; the
+    probes decide whether a run may go on with it."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of activations, of the compute copy of the weights, and of the wire."""
     version: int = NUMERICS_VERSION
@@ -267,8 +271,8 @@ class RunSpec(Frozen):
                 f"{self.start_step}; set plan.num_steps to a later one"
             )
         self._check_evals()
-        if self.numerics.policy == "stock":
-            self._check_stock()
+        if self.numerics.policy != "aligned":
+            self._check_unaligned()
         elif self.loss.tis_clip is not None:
             raise SpecError(
                 f"loss.tis_clip={self.loss.tis_clip} corrects a mismatch between trainer and "
@@ -292,7 +296,7 @@ class RunSpec(Frozen):
                     f"data.source={source}; name another by source, or its rows by rows"
                 )
 
-    def _check_stock(self) -> None:
+    def _check_unaligned(self) -> None:
         """Refuse what only aligned engines can promise."""
         gates = self.plan.gates
         wanted = {
@@ -308,6 +312,7 @@ class RunSpec(Frozen):
                 self.trainer_options.gradient_checkpointing,
                 (False,),
             ),
+            "numerics.rollout_attention": (self.numerics.rollout_attention, ("shared",)),
         }
         wrong = [
             f"{name}={found} (choose {' or '.join(map(str, allowed))})"
@@ -316,6 +321,7 @@ class RunSpec(Frozen):
         ]
         if wrong:
             raise SpecError(
-                "numerics.policy=stock runs other ops in trainer and rollout, so nothing can be "
-                f"promised about their log-probs; this does not go with it: {'; '.join(wrong)}"
+                f"numerics.policy={self.numerics.policy} runs other ops in trainer and rollout, so "
+                "nothing can be promised about their log-probs; this does not go with it: "
+                f"{'; '.join(wrong)}"
             )

@@ -20,9 +20,19 @@ from engines.contracts import Flip, Sample, SampleRequest
 from model_specs.errors import EngineError
 from model_specs.run_spec import RunSpec, SamplingSpec
 
-Policy = Literal["aligned", "stock", "native"]
+Policy = Literal["aligned", "stock", "peer", "native"]
 """`aligned`: the shared ops. `stock`: vLLM's own ops on weights that are not packed away, so that
-pushes reach them. `native`: vLLM as it comes, which loads a folder and takes no push."""
+pushes reach them. `peer`: the same with the switches of the public reference runs. `native`: vLLM
+as it comes, which loads a folder and takes no push."""
+
+PEER_VARIABLES: Mapping[str, str] = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+"""What the public reference runs set for every process. vLLM 0.26 refuses FlashInfer's attention
+together with `VLLM_BATCH_INVARIANT`, so that flag stays unset."""
 
 NUMERICS_VARIABLE = "LOCKSTEP_NUMERICS"
 """What the plugin installs in a process: the shared ops where this says `aligned`."""
@@ -44,6 +54,9 @@ def engine_env(spec: RunSpec, policy: Policy = "aligned") -> dict[str, str]:
         # Engines and trainer share the device: Ray is not asked for it and must not hide it.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     }
+    if policy == "peer":
+        del cuda["CUBLASLT_WORKSPACE_SIZE"]
+        cuda |= PEER_VARIABLES
     return {
         **(cuda if spec.execution.device == "cuda" else {}),
         NUMERICS_VARIABLE: policy,

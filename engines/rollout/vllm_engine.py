@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig
-from vllm import LLM
+from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
 from engines.contracts import Flip, Sample, SampleRequest
@@ -30,7 +30,12 @@ from engines.faults import choose_name, flip_bit
 from engines.provenance.tensor_digest import digest_tensor
 from engines.rollout import plugin, weight_transfer
 from engines.rollout.group import NUMERICS_VARIABLE, Policy, engine_env
-from engines.rollout.sampling import end_of_sequence_ids, sampling_params, to_sample
+from engines.rollout.sampling import (
+    chosen_logprobs,
+    end_of_sequence_ids,
+    sampling_params,
+    to_sample,
+)
 from engines.rollout.vllm_options import start_options
 from engines.weights.names import (
     check_complete,
@@ -41,7 +46,7 @@ from engines.weights.names import (
 )
 from engines.weights.wire import resolve
 from model_specs.errors import EngineError, UnsupportedError
-from model_specs.run_spec import EvalSampling, RunSpec, SamplingSpec
+from model_specs.run_spec import EvalSampling, RunSpec
 
 EXACT_OPS = frozenset(
     {
@@ -83,8 +88,8 @@ class VllmEngine:
             model_dir: Hugging Face folder with config and tokenizer; weights only for `native`.
             spec: `RunSpec` as JSON.
             engine_index: Which of `execution.rollout_engines` this is; a label.
-            policy: `aligned` installs the shared ops; `stock` leaves vLLM's own, on weights that
-                can be pushed; `native` is vLLM as it comes.
+            policy: `aligned` installs the shared ops; `stock` and `peer` leave vLLM's own, on
+                weights that can be pushed; `native` is vLLM as it comes.
             dtype: Dtype of weights and activations; None takes `numerics.compute_dtype`.
             load_format: vLLM's own; None takes `auto` for native, and `dummy` for the others, whose
                 weights are pushed.
@@ -138,28 +143,56 @@ class VllmEngine:
         chosen = (
             self._spec.sampling if sampling is None else EvalSampling.model_validate_json(sampling)
         )
-        engine = self._llm.llm_engine
-        wanted = {request.request_id: request for request in requests}
+        params = []
         for request in requests:
-            self._check_room(request, chosen)
-            params = sampling_params(chosen, request, stop_token_ids=self._stop_token_ids)
-            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
-            engine.add_request(request.request_id, prompt, params)
-        outputs: dict[str, Any] = {}
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    outputs[output.request_id] = output
-        if outputs.keys() != wanted.keys():
-            raise EngineError(
-                f"{len(wanted)} requests, {len(outputs)} answers; without an answer: "
-                f"{', '.join(sorted(wanted.keys() - outputs.keys())) or 'none'}"
-            )
+            self._check_room(request, chosen.max_new_tokens)
+            params.append(sampling_params(chosen, request, stop_token_ids=self._stop_token_ids))
+        outputs = self._run(requests, params)
         self.cached_tokens = {name: out.num_cached_tokens or 0 for name, out in outputs.items()}
         return [
             to_sample(request, outputs[request.request_id], stop_token_ids=self._stop_token_ids)
             for request in requests
         ]
+
+    def prompt_logprobs(self, requests: Sequence[SampleRequest]) -> list[tuple[float, ...]]:
+        """Score prompts: log-prob (nats, temperature 1) of each prompt token but the first.
+
+        All are computed by prefill, without cached prefixes; a token more is drawn and dropped.
+
+        Raises:
+            EngineError: A prompt leaves no room for a token, or a token has no log-prob.
+        """
+        for request in requests:
+            self._check_room(request, 1)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        outputs = self._run(requests, [params] * len(requests))
+        return [
+            chosen_logprobs(
+                f"prompt of request {request.request_id}",
+                request.prompt_token_ids[1:],
+                (outputs[request.request_id].prompt_logprobs or [None])[1:],
+            )
+            for request in requests
+        ]
+
+    def _run(self, requests: Sequence[SampleRequest], params: Sequence[Any]) -> dict[str, Any]:
+        """Give all requests to vLLM and wait; return request id -> its finished answer."""
+        engine = self._llm.llm_engine
+        for request, own in zip(requests, params, strict=True):
+            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+            engine.add_request(request.request_id, prompt, own)
+        outputs: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output
+        wanted = {request.request_id for request in requests}
+        if outputs.keys() != wanted:
+            raise EngineError(
+                f"{len(wanted)} requests, {len(outputs)} answers; without an answer: "
+                f"{', '.join(sorted(wanted - outputs.keys())) or 'none'}"
+            )
+        return outputs
 
     def preflight(self) -> dict[str, Any]:
         """Audit one drawing (aligned), then run the probes of `engines.gates.preflight`."""
@@ -184,10 +217,34 @@ class VllmEngine:
         return require_exact(outside.names, EXACT_OPS, where="vLLM's forward")
 
     def layer_states(self, requests: Sequence[SampleRequest], *, folder: str) -> list[Sample]:
-        """Draw, and write every layer's hidden states for the layer-wise gate into `folder`."""
+        """Draw, and write every layer's hidden states for the layer-wise gate into `folder`.
+
+        A replayed CUDA graph calls no module, so what is recorded there is drawn without graphs;
+        the answers with graphs must be the same bits.
+
+        Raises:
+            EngineError: Graphs change an answer, or rows are missing (`record_rollout`).
+        """
         from engines.gates.layerwise import record_rollout
 
-        return record_rollout(self, self._model(), requests, folder)
+        if self._on_cpu:
+            return record_rollout(self, self._model(), requests, folder)
+        from engines.rollout.plugin_cuda import without_graphs
+
+        captured: list[Sample] = []
+        for request in requests:
+            self.reset_prefix_cache()
+            captured += self.generate([request])
+        with without_graphs(self._llm):
+            samples = record_rollout(self, self._model(), requests, folder)
+        for eager, graph in zip(samples, captured, strict=True):
+            if eager != graph:
+                raise EngineError(
+                    f"{eager.request_id}: a CUDA graph gives other bits than the same ops without "
+                    f"one: tokens {graph.token_ids} and {eager.token_ids}, log-probs "
+                    f"{graph.logprobs} and {eager.logprobs}"
+                )
+        return samples
 
     @property
     def vocab_size(self) -> int:
@@ -377,12 +434,12 @@ class VllmEngine:
                 f"{NUMERICS_VARIABLE})"
             )
 
-    def _check_room(self, request: SampleRequest, sampling: SamplingSpec) -> None:
-        needed = len(request.prompt_token_ids) + sampling.max_new_tokens
+    def _check_room(self, request: SampleRequest, max_new_tokens: int) -> None:
+        needed = len(request.prompt_token_ids) + max_new_tokens
         if needed > self.max_model_len:
             raise EngineError(
                 f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens and "
-                f"sampling.max_new_tokens={sampling.max_new_tokens} exceed {self.max_model_len}; "
+                f"sampling.max_new_tokens={max_new_tokens} exceed {self.max_model_len}; "
                 "vLLM "
                 "would cut the completion short and call it finished. Lower data.max_prompt_tokens"
             )

@@ -17,6 +17,7 @@ from typing import Any
 
 from engines.cluster import EngineHandle, gather
 from engines.contracts import Flip, TrainSample, UpdateRecord
+from engines.rollout.group import PEER_VARIABLES
 from engines.train.registry import TRAINERS
 from model_specs.errors import CheckpointError, EngineError
 from model_specs.run_spec import RunSpec
@@ -25,7 +26,7 @@ from model_specs.run_spec import RunSpec
 def trainer_env(spec: RunSpec) -> dict[str, str]:
     """Return the variables a trainer rank's process must start with, before torch loads in it."""
     threads = str(spec.execution.threads)
-    return {
+    variables = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         # A compiled op is not the shared op.
@@ -34,6 +35,8 @@ def trainer_env(spec: RunSpec) -> dict[str, str]:
         "CUBLAS_WORKSPACE_CONFIG": ":16:8",
         "CUBLASLT_WORKSPACE_SIZE": "1",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        # Megatron's deterministic mode asks for it; the shared reductions add nothing in NCCL.
+        "NCCL_ALGO": "Ring",
         # Trainer and engines share the device: Ray is not asked for it and must not hide it.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "HF_HUB_OFFLINE": "1",
@@ -41,6 +44,10 @@ def trainer_env(spec: RunSpec) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if spec.numerics.policy == "peer":
+        del variables["CUBLASLT_WORKSPACE_SIZE"]
+        variables |= PEER_VARIABLES
+    return variables
 
 
 class TrainerGroup:

@@ -212,10 +212,9 @@ def test_deterministic_mode_is_refused_without_its_switches_and_read_back(
         with pytest.raises(EngineError, match="NVTE_ALLOW_NONDETERMINISTIC_ALGO is '1', not '0'"):
             parallel.check_determinism()
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setenv("NCCL_ALGO", "Tree")
         with pytest.raises(EngineError, match="NCCL_ALGO is 'Tree'"):
-            parallel.check_determinism()
+            parallel.check_determinism("cuda")
 
 
 def test_no_file_or_function_of_megatron_is_patched_and_nothing_stands_in_for_cuda(

@@ -165,7 +165,12 @@ class CoreAttention(MegatronModule):
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
-        self.inv_freq = numerics.rotary_inv_freq(config.rotary_base, config.kv_channels)
+        # Made on the host and moved with the model: a power need not be the same elsewhere.
+        self.register_buffer(
+            "inv_freq",
+            numerics.rotary_inv_freq(config.rotary_base, config.kv_channels),
+            persistent=False,
+        )
 
     def forward(
         self,

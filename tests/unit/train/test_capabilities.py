@@ -66,7 +66,7 @@ def test_what_no_trainer_does_is_refused_by_name(row: str, trainer: str) -> None
 
 def test_every_refusing_row_has_a_test_and_every_option_a_row() -> None:
     nobody = {row.name for row in CAPABILITIES if not row.trainers}
-    assert nobody == set(REFUSED) | {"stock numerics on CUDA"}
+    assert nobody == set(REFUSED) | {"peer numerics on CPU", "FlashInfer attention on CPU"}
     asked_by_rows = set()
     for name, field in TrainerOptions.model_fields.items():
         other = {False: True, 1: 2, "full": "disk", None: 9216, "mlflow": "wandb"}[field.default]
@@ -85,14 +85,27 @@ STOCK = (
 )
 
 
-def test_stock_numerics_are_for_fsdp2_on_cpu_alone() -> None:
-    assert refusals(apply_overrides(recipe(), STOCK)) == []
-    for change, row in (
-        ("trainer=megatron", "stock numerics ("),
-        ("execution.device=cuda", "stock numerics on CUDA ("),
+def test_stock_and_peer_numerics_are_for_fsdp2_and_peer_for_cuda_alone() -> None:
+    on_cuda, peer = "execution.device=cuda", "numerics.policy=peer"
+    for allowed in ((), (on_cuda,), (on_cuda, peer)):
+        assert refusals(apply_overrides(recipe(), (*STOCK, *allowed))) == []
+    for changes, row in (
+        (("trainer=megatron",), "stock numerics ("),
+        (("trainer=megatron", on_cuda), "stock numerics on CUDA ("),
+        (("trainer=megatron", on_cuda, peer), "peer numerics ("),
+        ((peer,), "peer numerics on CPU ("),
     ):
-        (refusal,) = refusals(apply_overrides(recipe(), (*STOCK, change)))
+        (refusal,) = refusals(apply_overrides(recipe(), (*STOCK, *changes)))
         assert refusal.startswith(row)
+
+
+def test_flashinfer_is_an_option_of_aligned_runs_on_cuda() -> None:
+    asked = "numerics.rollout_attention=flashinfer"
+    assert refusals(apply_overrides(recipe(), (asked, "execution.device=cuda"))) == []
+    (refusal,) = refusals(apply_overrides(recipe(), (asked,)))
+    assert refusal.startswith("FlashInfer attention on CPU (")
+    with pytest.raises(SpecError, match="rollout_attention=flashinfer"):
+        apply_overrides(recipe(), (*STOCK, asked, "execution.device=cuda"))
 
 
 def test_all_refusals_come_in_one_error() -> None:
