@@ -44,6 +44,9 @@ def start_options(spec: RunSpec, *, policy: Policy, max_model_len: int) -> dict[
         # Nothing of FlashInfer's runs, and its tuning would draw through the model at the start.
         "kernel_config": {"enable_flashinfer_autotune": False},
     }
+    if spec.execution.sleep:
+        # Its allocator has to be there from the start, or nothing can be given back.
+        options["enable_sleep_mode"] = True
     if policy == "aligned":
         options["attention_config"] = {"backend": "TRITON_ATTN"}
         options["compilation_config"] = {
