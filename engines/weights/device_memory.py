@@ -4,7 +4,7 @@ CUDA's IPC handles exist for memory of `cudaMalloc` only. Memory of the driver's
 management has none: vLLM's sleep mode (`CuMemAllocator`), torch_memory_saver and torch's expandable
 segments all allocate so. Exporting it fails late or maps the wrong bytes, so it is asked first.
 
-    require_exportable(buffer)
+    buffer = exportable(2**26)
     exported = export(buffer)          # in the sender, once for each receiver
     buffer = import_buffer(exported)   # in the receiver
 """
@@ -36,12 +36,13 @@ class Exported:
     arguments: tuple[Any, ...]
 
 
-def require_exportable(buffer: torch.Tensor) -> None:
-    """Require memory that another process can map.
+def exportable(size: int) -> torch.Tensor:
+    """Return `size` bytes (uint8 [size]) on the current GPU that another process can map.
 
     Raises:
-        EngineError: It was allocated through virtual memory management.
+        EngineError: The allocator took them from virtual memory management.
     """
+    buffer = _allocated(size)
     if not _is_ipc_capable(buffer.data_ptr()):
         raise EngineError(
             f"the {buffer.nbytes} bytes for a weight push at {buffer.data_ptr():#x} were allocated "
@@ -49,6 +50,11 @@ def require_exportable(buffer: torch.Tensor) -> None:
             "a sleeping allocator), which has no IPC handle; take that allocator out of the "
             "trainer's process, or set execution.transport=host"
         )
+    return buffer
+
+
+def _allocated(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def _is_ipc_capable(pointer: int) -> bool:

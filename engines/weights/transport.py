@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engines.weights.device_memory import export, import_buffer, require_exportable
+from engines.weights.device_memory import export, exportable, import_buffer
 from engines.weights.layout import Bucket, Layout, buffer_bytes, fill, require_plain, views
 from engines.weights.wire import WireBucket, to_wire, unpack
 from model_specs.errors import EngineError
@@ -114,8 +114,7 @@ class SharedSender(Sender):
             self._path = Path(name)
             self._buffer = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
             return dict.fromkeys(self._engines, (name, size))
-        self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-        require_exportable(self._buffer)
+        self._buffer = exportable(size)
         return {engine: export(self._buffer) for engine in self._engines}
 
     def put(self, index: int, tensors: NamedTensors) -> None:
