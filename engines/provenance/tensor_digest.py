@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from engines.provenance.digest import ITEM_SIZES, PartialDigest, matrix_shape, partial_of
@@ -56,8 +57,9 @@ def partial_of_tensor(
     if block.is_cuda:
         part = PartialDigest(name=name, dtype=dtype, shape=whole)
         return _on_device(block, part, row_offset=row_offset, column_offset=column_offset)
-    # `view(dtype)` to a container of equal size never copies and needs no unit stride.
-    array = block.view(_CONTAINERS[tensor.element_size()]).cpu().numpy()
+    # `view(dtype)` to a container of equal size never copies and needs no unit stride. Through
+    # DLPack, because `numpy()` would forbid the storage to be shrunk ever after.
+    array = np.from_dlpack(block.view(_CONTAINERS[tensor.element_size()]).cpu())
     return partial_of(
         array,
         name=name,

@@ -93,9 +93,7 @@ def reference(run: Run) -> Iterator[tuple[str, Any]]:
 def separate(run: Run) -> Iterator[tuple[str, Any]]:
     """Trainer and engine on a GPU each, twice."""
     spec = run.world.spec(placement="separate", transport="nccl")
-    legs = [
-        run_leg(run.world, spec, name=f"separate {name}", steps=STEPS) for name in ("a", "b")
-    ]
+    legs = [run_leg(run.world, spec, name=f"separate {name}", steps=STEPS) for name in ("a", "b")]
     for name, leg in zip("ab", legs, strict=True):
         yield f"trainer and engine apart, leg {name}", leg.summary()
     yield "environment", legs[0].environment
@@ -269,6 +267,7 @@ def main() -> None:
     parser.add_argument("--shape", help="recipe whose model is used")
     parser.add_argument("--scratch", default=str(Path(tempfile.gettempdir()) / "two-gpus"))
     parser.add_argument("--out", default="two-gpus.json")
+    parser.add_argument("--patience", type=float, default=1.0, help="times every limit")
     parser.add_argument("--inside", action="store_true", help="run the one part here")
     options = parser.parse_args()
     Path(options.scratch).mkdir(parents=True, exist_ok=True)
@@ -281,7 +280,7 @@ def main() -> None:
 
 def outside(options: argparse.Namespace, name: str) -> None:
     """Run a part in a process group of its own, and end all of it at the limit."""
-    limit = PARTS[name][1]
+    limit = PARTS[name][1] * options.patience
     program = [sys.executable, "-m", "tools.gpu.two_gpus", "--inside", "--parts", name]
     for key in ("device", "scratch", "out", "shape"):
         value = getattr(options, key)
