@@ -3,9 +3,7 @@
     python3 -m tools.gpu.two_gpus [--device cuda] [--parts reference,separate,...] [--out OUT.json]
         [--scratch FOLDER] [--shape RECIPE]
 
-Every part runs in a process of its own and is killed, with all it started, at its limit; each
-prints a line as it ends, and what there is so far is always in `--out`. With `--device cpu` the
-same parts run on gloo and a tiny model.
+With `--device cpu` the same parts run on gloo and a tiny model.
 
 - `reference`: one GPU, colocated, weights over CUDA IPC; all others are compared with it.
 - `separate`: trainer on one GPU, vLLM on the other, weights over NCCL, engine started with dummy
@@ -19,33 +17,19 @@ same parts run on gloo and a tiny model.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import pickle
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from engines.cluster import gather
-from tools.gpu.legs import (
-    Leg,
-    World,
-    as_json,
-    first_difference,
-    processes,
-    replay,
-    run_leg,
-    start_trainer,
-)
+from tools.gpu.legs import Leg, first_difference, processes, replay, run_leg, start_trainer
+from tools.gpu.parts import Parts, Results, Run, main, tried, verdict
 
 STEPS = 3
 SAVED = 2
@@ -57,32 +41,7 @@ NOT_REPLAYED = ("prompts", "tokens", "rollout_logprobs", "rewards", "advantages"
 """Probes of the rollout, which a trainer alone does not have or was given."""
 
 
-class Run:
-    """What the parts share: the world, where they leave things, and what was asked for."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.device: str = options.device
-        self.scratch = Path(options.scratch)
-        shape = options.shape or ("tiny_cpu" if self.device == "cpu" else "gsm8k_smollm2_135m")
-        self.world = World.make(shape=shape, device=self.device, folder=self.scratch / shape)
-        self.options = options
-
-    @property
-    def colocated(self) -> str:
-        """Transport where trainer and engine share a GPU."""
-        return "cuda_ipc"
-
-    def keep(self, leg: Leg) -> None:
-        """Leave the reference for later parts."""
-        (self.scratch / "reference.pickle").write_bytes(pickle.dumps(leg))
-
-    def reference(self) -> Leg:
-        """Return what `keep` left."""
-        leg: Leg = pickle.loads((self.scratch / "reference.pickle").read_bytes())
-        return leg
-
-
-def reference(run: Run) -> Iterator[tuple[str, Any]]:
+def reference(run: Run) -> Results:
     """One GPU, colocated."""
     leg = run_leg(run.world, run.world.spec(transport="cuda_ipc"), name="reference", steps=STEPS)
     run.keep(leg)
@@ -90,26 +49,26 @@ def reference(run: Run) -> Iterator[tuple[str, Any]]:
     yield "environment", leg.environment
 
 
-def separate(run: Run) -> Iterator[tuple[str, Any]]:
+def separate(run: Run) -> Results:
     """Trainer and engine on a GPU each, twice."""
     spec = run.world.spec(placement="separate", transport="nccl")
     legs = [run_leg(run.world, spec, name=f"separate {name}", steps=STEPS) for name in ("a", "b")]
     for name, leg in zip("ab", legs, strict=True):
         yield f"trainer and engine apart, leg {name}", leg.summary()
     yield "environment", legs[0].environment
-    yield "twin", _verdict(legs[0], legs[1])
-    yield "as colocated on one GPU", _verdict(run.reference(), legs[0])
+    yield "twin", verdict(legs[0], legs[1])
+    yield "as colocated on one GPU", verdict(run.reference(), legs[0])
 
 
-def engines(run: Run) -> Iterator[tuple[str, Any]]:
+def engines(run: Run) -> Results:
     """Two ranks and two engines on two GPUs."""
     spec = run.world.spec(trainer_ranks=2, rollout_engines=2, transport="cuda_ipc")
     leg = run_leg(run.world, spec, name="two and two", steps=STEPS)
     yield "two ranks, two engines, colocated", leg.summary()
-    yield "as one rank and one engine", _verdict(run.reference(), leg)
+    yield "as one rank and one engine", verdict(run.reference(), leg)
 
 
-def ranks(run: Run) -> Iterator[tuple[str, Any]]:
+def ranks(run: Run) -> Results:
     """Trainers alone on the reference's rollouts."""
     drawn = run.reference().drawn
     saved = run.scratch / f"checkpoints-{time.time_ns()}"
@@ -135,7 +94,8 @@ def ranks(run: Run) -> Iterator[tuple[str, Any]]:
                     return saved / name if step == SAVED and not origin else None
 
                 leg = replay(group, spec, todo, save=save)
-                states.update({name: state for state in leg.states.values()})
+                if leg.states:
+                    (states[name],) = leg.states.values()
                 return leg
             finally:
                 group.close()
@@ -152,22 +112,22 @@ def ranks(run: Run) -> Iterator[tuple[str, Any]]:
 
         for trainer in ("fsdp2", "megatron"):
             for size in (1, 2):
-                yield from _tried(
+                yield from tried(
                     f"{trainer}, {size} ranks", lambda t=trainer, n=size: told(job(t, n))
                 )
             for size, other in ((2, 1), (1, 2)):
-                yield from _tried(
+                yield from tried(
                     f"{trainer}, written on {size}, resumed on {other}",
                     lambda t=trainer, n=size, m=other: told(job(t, m, origin=f"{t}-{n}-tree")),
                 )
         for turn in (1, 2):
-            yield from _tried(
+            yield from tried(
                 f"fsdp2, 2 ranks, stock reduction, run {turn}",
                 lambda: told(job("fsdp2", 2, reduction="stock")),
             )
 
 
-def launches(run: Run) -> Iterator[tuple[str, Any]]:
+def launches(run: Run) -> Results:
     """Ring and Tree, in fresh processes each."""
     from engines.rollout.group import engine_env
     from engines.train.group import trainer_env
@@ -193,7 +153,7 @@ def launches(run: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _launch(run: Run, env: dict[str, str]) -> dict[str, Any]:
-    """Start one rank a GPU; return what rank 0 found, with NCCL's own words where they were asked."""
+    """Start one rank a GPU; return what rank 0 found, with NCCL's own words if they were asked."""
     folder = Path(tempfile.mkdtemp(dir=run.scratch, prefix="launch-"))
     log = folder / "nccl-%p.log"
     program = [sys.executable, "-m", "tools.gpu.launches"]
@@ -220,14 +180,14 @@ def _launch(run: Run, env: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def float64(run: Run) -> Iterator[tuple[str, Any]]:
+def float64(run: Run) -> Results:
     """One float32 step on two ranks of a shape against float64 on one GPU."""
     from tools.gpu.float64_ranks import compare
 
     yield "float32 on two ranks against float64", compare(run.scratch, device=run.device)
 
 
-PARTS: dict[str, tuple[Callable[[Run], Iterator[tuple[str, Any]]], int]] = {
+PARTS: Parts = {
     "reference": (reference, 120),
     "separate": (separate, 130),
     "engines": (engines, 90),
@@ -238,89 +198,5 @@ PARTS: dict[str, tuple[Callable[[Run], Iterator[tuple[str, Any]]], int]] = {
 """Name -> (function, limit in seconds)."""
 
 
-def _verdict(a: Leg, b: Leg) -> dict[str, Any]:
-    difference = first_difference(a.digests, b.digests)
-    return {
-        "first difference": difference,
-        "same chain": a.chain == b.chain,
-        "chain": b.chain,
-        "verdict": "Identical" if difference is None and a.chain == b.chain else "Diverged",
-    }
-
-
-def _tried(name: str, work: Callable[[], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what the work returned, or that it failed; later work goes on."""
-    began = time.perf_counter()
-    try:
-        found = work()
-    except Exception as error:
-        traceback.print_exc()
-        found = {"failed": f"{type(error).__name__}: {error}"[:1500]}
-    yield name, {**found, "whole_s": round(time.perf_counter() - began, 1)}
-
-
-def main() -> None:
-    """Run the parts one after the other, or, with `--inside`, one of them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--shape", help="recipe whose model is used")
-    parser.add_argument("--scratch", default=str(Path(tempfile.gettempdir()) / "two-gpus"))
-    parser.add_argument("--out", default="two-gpus.json")
-    parser.add_argument("--patience", type=float, default=1.0, help="times every limit")
-    parser.add_argument("--inside", action="store_true", help="run the one part here")
-    options = parser.parse_args()
-    Path(options.scratch).mkdir(parents=True, exist_ok=True)
-    if options.inside:
-        inside(options)
-        return
-    for name in options.parts.split(","):
-        outside(options, name)
-
-
-def outside(options: argparse.Namespace, name: str) -> None:
-    """Run a part in a process group of its own, and end all of it at the limit."""
-    limit = PARTS[name][1] * options.patience
-    program = [sys.executable, "-m", "tools.gpu.two_gpus", "--inside", "--parts", name]
-    for key in ("device", "scratch", "out", "shape"):
-        value = getattr(options, key)
-        program += [f"--{key}", value] if value is not None else []
-    began = time.perf_counter()
-    process = subprocess.Popen(program, start_new_session=True)
-    try:
-        code: int | None = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        code = None
-    finally:
-        _end_group(process)
-    seconds = round(time.perf_counter() - began, 1)
-    ended = "at its limit" if code is None else f"with {code}"
-    tell(options.out, name, "ended", {"how": ended, "seconds": seconds, "limit": limit})
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
-
-
-def inside(options: argparse.Namespace) -> None:
-    """Run one part here and tell each of its results."""
-    run = Run(options)
-    for name, found in PARTS[options.parts][0](run):
-        tell(options.out, options.parts, name, found)
-
-
-def tell(out: str, part: str, name: str, found: Any) -> None:
-    """Print one result and add it to the file."""
-    print(as_json({"part": part, "what": name, "found": found})[:4000], flush=True)
-    path = Path(out)
-    everything = json.loads(path.read_text()) if path.exists() else {}
-    everything.setdefault(part, {})[name] = json.loads(as_json(found))
-    path.write_text(json.dumps(everything, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    main(PARTS, description=__doc__ or "", module="tools.gpu.two_gpus")
