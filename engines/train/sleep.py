@@ -39,7 +39,8 @@ class Resident:
             raise EngineError("the trainer sleeps already; wake it before it is sent to sleep")
         before = process_memory()
         for storage in _storages(self._tensors()):
-            held = torch.empty(storage.nbytes(), dtype=torch.uint8)
+            # Pinned memory is copied several times as fast, and torch keeps it for the next time.
+            held = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
             held.copy_(_bytes(storage))
             self._held.append((storage, held))
         for storage, _ in self._held:
