@@ -1,8 +1,7 @@
 """One float32 step on several ranks against float64: the norm of the gradient, within 1e-6.
 
-The reference is a decoder in plain PyTorch, unpacked and in float64, that shares no code with the
-trainers (`tests/engines/reference_model.py`); it runs on one device. At the weights that sampled,
-the ratio is 1 and the loss of a token is minus its advantage times its log-prob.
+The reference is that of `tools.gpu.float64_replay`: plain PyTorch, unpacked, one sample at a time, on
+one device, with nothing of the trainers in it.
 
     figures = compare(Path("/tmp/scratch"), device="cuda")
 """
@@ -44,7 +43,7 @@ def compare(scratch: Path, *, device: str, ranks: int = 2) -> dict[str, Any]:
             "tools.gpu.float64_ranks:true_norm", spec.model_dump_json(), world.masters, samples
         )
         (true,) = gather([asked], what="float64 reference")
-    difference = abs(ours / true - 1)
+    difference = abs(ours / true["of the model's angles"] - 1)
     return {
         "shape": shape,
         "ranks": ranks,
@@ -52,6 +51,7 @@ def compare(scratch: Path, *, device: str, ranks: int = 2) -> dict[str, Any]:
         "norm float32": ours,
         "norm float64": true,
         "relative difference": difference,
+        "relative difference to exact angles": abs(ours / true["of exact angles"] - 1),
         "bound": BOUND,
         "holds": difference < BOUND,
     }
@@ -76,28 +76,18 @@ def _tokens(draw: random.Random, count: int, spec: RunSpec) -> tuple[int, ...]:
     return tuple(draw.randrange(4, spec.model.vocab_size) for _ in range(count))
 
 
-def true_norm(spec_json: str, masters: str, samples: Sequence[TrainSample]) -> float:
-    """Return the float64 norm of the gradient; runs in a process that has a device."""
-    import torch
-
+def true_norm(spec_json: str, masters: str, samples: Sequence[TrainSample]) -> dict[str, float]:
+    """Return the float64 norm with the model's float32 angles, and with exact ones."""
     from engines.checkpoint.convert import read_dcp_model
-    from tests.engines.reference_model import plain_logits
+    from tools.gpu.float64_replay import norm_of, reference_gradients
 
     spec = RunSpec.model_validate_json(spec_json)
-    device = torch.device(spec.execution.device)
     weights = {
-        name: tensor.to(device, torch.float64).requires_grad_()
+        name: tensor.to(spec.execution.device)
         for name, tensor in read_dcp_model(masters, spec.model).items()
     }
-    total = sum(len(sample.token_ids) for sample in samples)
-    with device:
-        for sample in samples:
-            ids = torch.tensor([*sample.prompt_token_ids, *sample.token_ids])
-            logits = plain_logits(weights, ids, spec.model)
-            rows = logits[len(sample.prompt_token_ids) - 1 : -1] / spec.sampling.temperature
-            chosen = torch.tensor(sample.token_ids)[:, None]
-            logprobs = torch.log_softmax(rows, -1).gather(1, chosen)
-            (-sample.advantage * logprobs.sum() / total).backward()
-    squares = [weight.grad.square().sum() for weight in weights.values() if weight.grad is not None]
-    assert len(squares) == len(weights), "a weight was given no gradient"
-    return float(torch.stack(squares).sum().sqrt())
+    norms = {}
+    for name, is_float32 in (("of the model's angles", True), ("of exact angles", False)):
+        found = reference_gradients(spec, weights, list(samples), float32_angles=is_float32)
+        norms[name] = norm_of(found)
+    return norms
