@@ -46,12 +46,11 @@ class ReceivesWeights:
         """Forget all cached prefixes."""
         raise NotImplementedError
 
-    def connect(self, *, engines: int, rendezvous: str) -> None:
-        """Open this engine's end of `execution.transport`; see `engines.weights.push`."""
-        execution = self._spec.execution
+    def connect(self, transport: str, *, engines: int, rendezvous: str) -> None:
+        """Open this engine's end of the way from the trainer; see `engines.weights.push`."""
         self._receiver = open_receiver(
-            execution.transport,
-            device=execution.device,
+            transport,
+            device=self._spec.execution.device,
             engine_index=self._engine_index,
             engines=engines,
             rendezvous=rendezvous,

@@ -73,7 +73,7 @@ class TrainerGroup:
             rollout: The started engines.
             rendezvous: Path of a file that does not exist yet and that all processes can reach.
         """
-        connect(self._handles, rollout.handles, rendezvous=rendezvous)
+        connect(self._handles, rollout.handles, self._spec, rendezvous=rendezvous)
         self._turns = Turns(
             self._handles,
             rollout.handles,

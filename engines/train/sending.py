@@ -128,13 +128,12 @@ class SendsWeights(ABC):
             stream.write_kept()
         return references, stream.digests
 
-    def connect(self, *, engines: int, rendezvous: str) -> None:
-        """Open this rank's end of `execution.transport`; see `engines.weights.push`."""
-        execution = self.spec.execution
+    def connect(self, transport: str, *, engines: int, rendezvous: str) -> None:
+        """Open this rank's end of the way to the engines; see `engines.weights.push`."""
         self._num_engines = engines
         self._sender = open_sender(
-            execution.transport,
-            device=execution.device,
+            transport,
+            device=self.spec.execution.device,
             rank=self._rank,
             world_size=self._world_size,
             engines=engines,

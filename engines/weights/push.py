@@ -22,6 +22,7 @@ from model_specs.run_spec import RunSpec
 def connect(
     trainers: Sequence[EngineHandle],
     engines: Sequence[EngineHandle],
+    spec: RunSpec,
     *,
     rendezvous: str | Path,
 ) -> None:
@@ -30,11 +31,13 @@ def connect(
     Args:
         trainers: All ranks, in order.
         engines: All rollout engines, in order.
+        spec: The trainer's.
         rendezvous: Path of a file that does not exist yet and that all processes can reach.
     """
-    ends = [*trainers, *engines]
+    transport = spec.execution.transport
     opened = [
-        handle.call("connect", engines=len(engines), rendezvous=str(rendezvous)) for handle in ends
+        handle.call("connect", transport, engines=len(engines), rendezvous=str(rendezvous))
+        for handle in (*trainers, *engines)
     ]
     gather(opened, what="connection of trainer and engines")
 

@@ -1,7 +1,7 @@
 """One float32 step on several ranks against float64: the norm of the gradient, within 1e-6.
 
-The reference is that of `tools.gpu.float64_replay`: plain PyTorch, unpacked, one sample at a time, on
-one device, with nothing of the trainers in it.
+The reference is that of `tools.gpu.float64_replay`: plain PyTorch, unpacked, one sample at a time,
+on one device, with nothing of the trainers in it.
 
     figures = compare(Path("/tmp/scratch"), device="cuda")
 """
@@ -78,8 +78,9 @@ def _tokens(draw: random.Random, count: int, spec: RunSpec) -> tuple[int, ...]:
 
 def true_norm(spec_json: str, masters: str, samples: Sequence[TrainSample]) -> dict[str, float]:
     """Return the float64 norm with the model's float32 angles, and with exact ones."""
-    from engines.checkpoint.convert import read_dcp_model
     from tools.gpu.float64_replay import norm_of, reference_gradients
+
+    from engines.checkpoint.convert import read_dcp_model
 
     spec = RunSpec.model_validate_json(spec_json)
     weights = {

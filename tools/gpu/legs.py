@@ -225,33 +225,47 @@ def run_leg(
     """
     began = time.perf_counter()
     with processes(world, spec, name=name, with_engines=True) as started:
-        created = [
-            handle.actor.create.remote(
-                "engines.rollout.vllm_engine:VllmEngine",
-                world.model,
-                spec.model_dump_json(),
-                engine_index=index,
-            )
-            for index, handle in enumerate(started.engines)
-        ]
+        created = create_engines(world, spec, started.engines)
         trainer = start_trainer(world, spec, started.trainers)
         gather(created, what="start of the engines", timeout_s=300)
         rollout = RolloutGroup(started.engines, spec)
-        trainer.connect(rollout, rendezvous=world.folder / f"weights-{time.time_ns()}")
-        leg = Leg()
-        leg.seconds["start"] = [time.perf_counter() - began]
+        start_s = time.perf_counter() - began
+        leg = run_steps(world, spec, trainer, rollout, steps=steps)
+        leg.seconds["start"] = [start_s]
         leg.environment = {
             "placement": started.check(),
             "trainer": trainer.environment(),
             "rollout": rollout.environment(),
         }
-        record_step(leg, [initial_push(trainer, rollout)])
-        for step in range(1, steps + 1):
-            drawn = draw(world, rollout, spec, step)
-            leg.drawn.append(drawn)
-            record_step(leg, train_step(trainer, rollout, spec, drawn, commit=_no_commit))
         if after is not None:
             leg.environment["after"] = dict(after(trainer, rollout))
+    return leg
+
+
+def create_engines(world: World, spec: RunSpec, handles: Sequence[EngineHandle]) -> list[Any]:
+    """Make a rollout engine in each of these processes; return what to wait for."""
+    return [
+        handle.actor.create.remote(
+            "engines.rollout.vllm_engine:VllmEngine",
+            world.model,
+            spec.model_dump_json(),
+            engine_index=index,
+        )
+        for index, handle in enumerate(handles)
+    ]
+
+
+def run_steps(
+    world: World, spec: RunSpec, trainer: TrainerGroup, rollout: RolloutGroup, *, steps: int
+) -> Leg:
+    """Connect a fresh trainer with engines, and run some steps."""
+    leg = Leg()
+    trainer.connect(rollout, rendezvous=world.folder / f"weights-{time.time_ns()}")
+    record_step(leg, [initial_push(trainer, rollout)])
+    for step in range(1, steps + 1):
+        drawn = draw(world, rollout, spec, step)
+        leg.drawn.append(drawn)
+        record_step(leg, train_step(trainer, rollout, spec, drawn, commit=_no_commit))
     return leg
 
 
