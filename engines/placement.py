@@ -65,15 +65,18 @@ def cluster_gpus() -> list[Gpu]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    remote = ray.remote(num_cpus=0, max_retries=0)(node_gpus)
+    # Ray would hide the GPUs from a task that asks for none.
+    env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    remote = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": env})(node_gpus)
+    here = ray.get_runtime_context().get_node_id()
     gpus = []
-    for node in ray.nodes():
-        if not node["Alive"]:
-            continue
-        here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        # Ray would hide the GPUs from a task that asks for none.
-        env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        answer = remote.options(scheduling_strategy=here, runtime_env={"env_vars": env}).remote()
+    for node in (node for node in ray.nodes() if node["Alive"]):
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        found = (
+            node_gpus()
+            if node["NodeID"] == here
+            else ray.get(remote.options(scheduling_strategy=there).remote(), timeout=120)
+        )
         gpus += [
             Gpu(
                 node=node["NodeManagerAddress"],
@@ -82,7 +85,7 @@ def cluster_gpus() -> list[Gpu]:
                 uuid=uuid,
                 node_id=node["NodeID"],
             )
-            for bus, index, uuid in ray.get(answer, timeout=120)
+            for bus, index, uuid in found
         ]
     return sorted(gpus)
 

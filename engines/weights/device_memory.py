@@ -12,6 +12,7 @@ segments all allocate so. Exporting it fails late or maps the wrong bytes, so it
 from __future__ import annotations
 
 import ctypes
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ _DEVICE_ARGUMENT = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A buffer as another process opens it."""
+    """A buffer as another process on its machine opens it."""
 
     gpu: str | None
     """UUID: an index means another GPU in another process."""
@@ -70,20 +71,24 @@ def _is_ipc_capable(pointer: int) -> bool:
     return bool(found.value)
 
 
-def export(buffer: torch.Tensor) -> Exported:
-    """Return what one receiver opens the buffer by; torch counts exports, so make one for each."""
+def export(buffer: torch.Tensor) -> bytes:
+    """Return what one receiver opens the buffer by; torch counts exports, so make one for each.
+
+    Bytes, because they pass through the driver, which has no torch to unpack them with.
+    """
     from torch.multiprocessing.reductions import reduce_tensor
 
     rebuild, arguments = reduce_tensor(buffer)
-    return Exported(gpu=gpu_uuid(), rebuild=rebuild, arguments=arguments)
+    return pickle.dumps(Exported(gpu=gpu_uuid(), rebuild=rebuild, arguments=arguments))
 
 
-def import_buffer(exported: Exported) -> torch.Tensor:
-    """Map an exported buffer.
+def import_buffer(packed: bytes) -> torch.Tensor:
+    """Map a buffer that the trainer of this run has exported.
 
     Raises:
         EngineError: It lies on another GPU than this process runs on.
     """
+    exported: Exported = pickle.loads(packed)
     device = torch.device("cuda", torch.cuda.current_device())
     if gpu_uuid() != exported.gpu:
         raise EngineError(

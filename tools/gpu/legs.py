@@ -37,6 +37,7 @@ from engines.provenance.ledger import extend_chain, roots_of
 from engines.rollout.group import RolloutGroup, engine_env
 from engines.train.advantages import group_advantages, round_to_float32
 from engines.train.group import TrainerGroup, trainer_env
+from model_specs.errors import EngineError
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
 
@@ -178,14 +179,16 @@ class Processes:
             for name in map(trainer_name, range(spec.execution.trainer_ranks))
         ]
 
-    def check(self) -> dict[str, str]:
-        """Require that each process has the GPU it was given; return name -> PCI bus id."""
+    def found(self) -> dict[str, str]:
+        """Return name -> PCI bus id of each process's GPU, or what is wrong about them."""
         handles = [h for h in (*self.trainers, *self.engines) if h.name in self.placement]
         found = gather([h.run("engines.environment:gpu_uuid") for h in handles], what="placement")
         names = [handle.name for handle in handles]
-        require_placed(
-            {name: self.placement[name] for name in names}, dict(zip(names, found, strict=True))
-        )
+        try:
+            chosen = {name: self.placement[name] for name in names}
+            require_placed(chosen, dict(zip(names, found, strict=True)))
+        except EngineError as error:  # what the legs found is not thrown away for it
+            return {"wrong": str(error)}
         return {name: self.placement[name].pci_bus_id for name in names}
 
 
@@ -233,7 +236,7 @@ def run_leg(
         leg = run_steps(world, spec, trainer, rollout, steps=steps)
         leg.seconds["start"] = [start_s]
         leg.environment = {
-            "placement": started.check(),
+            "placement": started.found(),
             "trainer": trainer.environment(),
             "rollout": rollout.environment(),
         }

@@ -174,6 +174,8 @@ def _launch(run: Run, env: dict[str, str]) -> dict[str, Any]:
             raise RuntimeError(f"a launch ended with {process.returncode}: {errors[-800:]}")
     found: dict[str, Any] = json.loads((folder / "out.json").read_text())
     words = "".join(path.read_text(errors="replace") for path in folder.glob("nccl-*.log"))
+    told = [line for line in words.splitlines() if "NCCL_ALGO" in line or "Algo" in line]
+    found["nccl's lines"] = sorted(set(told))[:12]
     found["nccl says"] = sorted(set(re.findall(r"NCCL_\w+ set by environment to [\w:,.^]+", words)))
     chosen = re.findall(r"(\w+): (\d+) Bytes -> Algo (\w+) proto (\w+)", words)
     found["nccl chose"] = sorted({" ".join(row) for row in chosen})
