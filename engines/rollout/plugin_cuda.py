@@ -132,7 +132,9 @@ def _rotary_class(base: Any) -> Any:
             # Made on the host, as the trainer makes them, then moved: `pow` is not exact.
             with torch.device("cpu"):
                 frequencies = numerics.rotary_inv_freq(self.base, self.head_size)
-            self.shared_inv_freq = frequencies.to(self.cos_sin_cache.device)
+            # A buffer, because a deep sleep keeps parameters and buffers and nothing else.
+            on_device = frequencies.to(self.cos_sin_cache.device)
+            self.register_buffer("shared_inv_freq", on_device, persistent=False)
 
         def forward_cuda(
             self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
