@@ -208,9 +208,9 @@ def stock_frequencies(spec: ModelSpec) -> torch.Tensor:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
 def test_a_rope_scaling_is_refused_by_both_trainers_never_dropped(spec: ModelSpec) -> None:
     scaled = spec.model_copy(update={"rope_scaling": '{"rope_type":"yarn","factor":4.0}'})
-    with pytest.raises(SpecError, match="rope_scaling=.*yarn"):
+    with pytest.raises(SpecError, match=r"rope_scaling=.*yarn"):
         model_config(scaled)
-    with pytest.raises(SpecError, match="rope_scaling=.*yarn"):
+    with pytest.raises(SpecError, match=r"rope_scaling=.*yarn"):
         transformer_config(scaled, compute_dtype=torch.float32)
 
 
