@@ -441,6 +441,45 @@ def test_fifty_repeats_of_optimizer_norm_digest_and_log_probs_beside_a_second_st
     assert len(set(digests.values())) == len(digests)
 
 
+def test_fifty_repeats_of_a_decode_step_beside_a_second_stream_give_one_outcome():
+    """The ops that only the rollout runs."""
+    from engines import numerics
+    from engines.numerics import cuda
+
+    x, residual, norm = random(128, 896), random(128, 896, seed=1), random(896, seed=2)
+    weight, head = random(896, 896, seed=3, scale=0.03), random(151936, 896, seed=4, scale=0.05)
+    pages = random(128 * 20, 2, 16, 128, seed=5)
+    table = torch.randperm(128 * 20, device="cuda").to(torch.int32).view(128, 20)
+    starts = torch.arange(129, dtype=torch.int32, device="cuda")
+    lengths = (torch.arange(128, device="cuda") * 37 % 320 + 1).to(torch.int32)
+    temperatures = torch.linspace(0.5, 1.5, 128, device="cuda")
+    ids = torch.arange(256, device="cuda").view(128, 2) * 593
+
+    def once() -> list[torch.Tensor]:
+        normed, summed = cuda.add_rms_norm(x, residual, norm, 1e-6)
+        out = torch.zeros(128, 14, 64, dtype=torch.bfloat16, device="cuda")
+        cuda.attend_pages(
+            numerics.linear(normed, weight).unflatten(1, (14, 64)), pages[..., :64],
+            pages[..., 64:], table, query_starts=starts, lengths=lengths, max_query_length=1,
+            scale=0.125, out=out,
+        )  # fmt: skip
+        logits = numerics.linear(out.view(128, -1), head).float()
+        cuda.temper_(logits, starts[:-1], temperatures)
+        return [summed, out, cuda.token_logprobs(logits, ids), numerics.log_softmax_rows(logits)]
+
+    with torch.no_grad():
+        first = once()
+        noise, busy = torch.cuda.Stream(), random(4096, 4096)
+        for _ in range(50):
+            with torch.cuda.stream(noise):
+                for _ in range(4):
+                    busy = (busy @ busy).mul_(1e-3)
+            assert all(map(torch.equal, first, once()))
+        torch.cuda.synchronize()
+    assert torch.equal(first[3].gather(1, ids), first[2])
+    assert all(value.float().abs().max() > 0 for value in first)
+
+
 def test_tiles_decide_no_bit():
     """What `chosen_tile` picks is a matter of speed alone: narrow, wide, few rows and many."""
     from engines.numerics.cuda.matmul import Tile, matmul

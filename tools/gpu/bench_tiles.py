@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engines.numerics.cuda.matmul import Tile, chosen_tile, matmul
+from engines.numerics.cuda.matmul import Tile, add_weight_gradient, chosen_tile, matmul
 from tools.gpu.bench_ops import median_us, random
 
 SHAPES = {
@@ -38,6 +38,13 @@ MANY = (
     Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(256, 128, 64, 8, 3),
     Tile(64, 256, 64, 4, 4), Tile(128, 256, 64, 8, 4),
 )  # fmt: skip
+
+OUTER = (
+    Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 8, 4),
+    Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3), Tile(256, 128, 64, 8, 3),
+    Tile(64, 256, 64, 4, 4),
+)  # fmt: skip
+"""Of the weight gradient."""
 
 
 def measure(k: int, n: int, rows: int) -> dict[str, dict[str, float]]:
@@ -68,12 +75,34 @@ def measure(k: int, n: int, rows: int) -> dict[str, dict[str, float]]:
     return times
 
 
+def measure_weight_gradient(k: int, n: int, rows: int) -> dict[str, dict[str, float]]:
+    """Return tile -> microseconds of the weight gradient."""
+    x, gradient = random(rows, k), random(rows, n)
+    times: dict[str, dict[str, float]] = {}
+    first = None
+    for tile in OUTER:
+        name = f"{tile.rows}x{tile.columns} {tile.warps}w {tile.stages}s"
+        total = torch.zeros(n, k, dtype=torch.float32, device="cuda")
+        try:
+            add_weight_gradient(total, gradient, x, tile=tile)
+        except Exception as error:
+            print(f"  {name}: {type(error).__name__}")
+            continue
+        if first is None:
+            first = total.clone()
+        if not torch.equal(first, total):
+            raise SystemExit(f"{name} has other bits in the weight gradient {rows} x {k} x {n}")
+        us = median_us(lambda t=tile, s=total: add_weight_gradient(s, gradient, x, tile=t))
+        times[name] = {"us": us, "TFLOP/s": 2e-6 * rows * k * n / us}
+    return times
+
+
 def main() -> None:
     """Measure all shapes and print the best three of each beside what is chosen now."""
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "times_us": {}}
     for model in sys.argv[2:] or SHAPES:
         for name, (k, n) in SHAPES[model].items():
-            for rows in (32, 128, 256, 1024, 4096, 16384):
+            for rows in (32, 128, 1024, 4096, 16384):
                 if n > 40000 and rows > 4096:
                     continue
                 times = measure(k, n, rows)
@@ -87,6 +116,19 @@ def main() -> None:
                         f"{tile} {times[tile]['forward']:.1f}, {times[tile]['input gradient']:.1f}"
                         for tile in best
                     ),
+                    flush=True,
+                )
+            for rows in (4096,):
+                times = measure_weight_gradient(k, n, rows)
+                report["times_us"][f"{model} {name} {rows} dW"] = times
+                best = sorted(times, key=lambda tile: times[tile]["us"])[:3]
+                print(
+                    f"{model} {name:8} {rows:6} dW |",
+                    "; ".join(
+                        f"{t} {times[t]['us']:.1f} ({times[t]['TFLOP/s']:.0f} TFLOP/s)"
+                        for t in best
+                    ),
+                    f"; first {next(iter(times.values()))['us']:.1f}",
                     flush=True,
                 )
     if len(sys.argv) > 1:

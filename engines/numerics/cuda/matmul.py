@@ -146,19 +146,23 @@ def matmul(
     return out
 
 
-def add_weight_gradient(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:
+def add_weight_gradient(
+    total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, *, tile: Tile | None = None
+) -> None:
     """Add `gradient.T @ x` to `total` in place, rows in blocks of 64 from the first to the last.
 
     Args:
         total: float32 `[N, K]`, contiguous.
         gradient: `[M, N]`, gradient of the output.
         x: `[M, K]`, dtype of `gradient`; zero rows change no bit.
+        tile: elements of `total` that one program computes; None takes the chosen one.
     """
     gradient, x = row_major(gradient), row_major(x)
     (m, n), k = gradient.shape, x.shape[1]
     if not (m and n and k):
         return
-    tile = Tile(64, 64, 64, 4, 2) if x.dtype == torch.float32 else Tile(128, 128, 64, 8, 3)
+    if tile is None:
+        tile = Tile(64, 64, 64, 4, 2) if x.dtype == torch.float32 else Tile(128, 128, 64, 8, 3)
     _weight_gradient_kernel[(triton.cdiv(n, tile.rows), triton.cdiv(k, tile.columns))](
         gradient, x, total, m, n, k, gradient.stride(0), x.stride(0),
         BLOCK_N=tile.rows, BLOCK_K=tile.columns, ROWS=ROW_BLOCK, PRECISION="ieee",
