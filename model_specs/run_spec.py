@@ -153,6 +153,8 @@ class ExecutionSpec(Frozen):
     """Where and how fast; recorded as ambient, never compared."""
 
     device: Literal["cpu", "cuda"] = "cpu"
+    gpu_is_shared: bool = False
+    """Other programs use the GPUs too: a stage does not wait for their memory to be free."""
     trainer_ranks: int = Field(default=1, ge=1)
     rollout_engines: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1)
@@ -277,6 +279,11 @@ class RunSpec(Frozen):
             raise SpecError(
                 f"execution.trainer_ranks={self.execution.trainer_ranks} does not divide "
                 f"reduction.slots={slots}"
+            )
+        if self.numerics.rollout_attention != "shared" and self.plan.gates.preflight == "off":
+            raise SpecError(
+                f"numerics.rollout_attention={self.numerics.rollout_attention} is an option that "
+                "only the probes can allow; set plan.gates.preflight=required"
             )
         if not self.sampling.keeps_whole_vocabulary and self.plan.gates.logprobs != "off":
             raise SpecError(

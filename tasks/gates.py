@@ -13,6 +13,7 @@ from engines.data import prompt_order
 from engines.gates.controls import ControlResult, judge_native, judge_stock
 from engines.gates.layerwise import compare_layers
 from engines.gates.logprobs import compare_logprobs
+from engines.gates.preflight import require_allowed
 from engines.loop import push, sample_requests
 from engines.placement import engine_name, start_on
 from engines.provenance.ledger import LEDGER_FILE, read_ledger
@@ -73,6 +74,7 @@ def preflight(session_name: str) -> dict[str, Any]:
         figures={name: dict(result) for name, result in results.items()},
     )
     opened.gates["preflight"] = record
+    require_allowed(opened.spec, verdict, reason)
     return record.to_dict()
 
 

@@ -19,6 +19,7 @@ from engines.cluster import Cluster, EngineHandle, gather, identities
 from engines.contracts import ArtifactRef, Flip, PromptSet
 from engines.environment import environment_fingerprint
 from engines.gates.logprobs import LogprobGate
+from engines.gpu_memory import Baseline
 from engines.placement import (
     Gpu,
     cluster_gpus,
@@ -39,6 +40,8 @@ from model_specs.run_spec import RunSpec
 logger = logging.getLogger("lockstep")
 
 _OPEN: dict[str, LegSession] = {}
+_gpu_memory: list[Baseline] = []
+"""One, of before the first leg of this process; none while nothing was run on a GPU."""
 
 
 @dataclass(kw_only=True)
@@ -83,6 +86,16 @@ class LegSession:
     def folder(self) -> Path:
         """The leg's own folder."""
         return self.run_dir / self.leg
+
+    def require_gpu_memory(self, stage: str) -> None:
+        """Require that no process but the leg's engines holds GPU memory that was free before.
+
+        Raises:
+            EngineError: One still does; names it.
+        """
+        if _watches_gpu(self.spec):
+            own = {int(facts["pid"]) for facts in self.processes.values()}
+            _gpu_memory[0].require_only(own, what=f"stage {stage}")
 
     def trainer_alone(self) -> TrainerGroup:
         """The started trainer; EngineError before it was started."""
@@ -181,6 +194,10 @@ class LegSession:
         )
 
 
+def _watches_gpu(spec: RunSpec) -> bool:
+    return spec.execution.device == "cuda" and not spec.execution.gpu_is_shared
+
+
 @contextmanager
 def leg_session(
     spec: RunSpec,
@@ -197,6 +214,10 @@ def leg_session(
     """
     check_supported(spec)
     guard.start()
+    if _watches_gpu(spec):
+        if not _gpu_memory:
+            _gpu_memory.append(Baseline())
+        _gpu_memory[0].require_free(what=f"leg {leg}")
     name = f"{run_dir.name}-{leg}-{fence.token}"
     (run_dir / leg).mkdir(parents=True, exist_ok=True)
     num_engines = spec.execution.rollout_engines if with_rollout else 0

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from engines.contracts import Sample, SampleRequest
 from engines.provenance.verdict import Verdict
 from engines.seeds import derive_seed
+from model_specs.errors import UnsupportedError
 from model_specs.run_spec import RunSpec
 
 NUM_NEEDLES = 4
@@ -206,6 +207,20 @@ def judge(probes: Sequence[Probe]) -> tuple[Verdict, str]:
         f"worst: {worst.name}, {worst.num_tokens - worst.num_exact} of {worst.num_tokens} tokens, "
         f"max {worst.max_abs_diff!r}"
     )
+
+
+def require_allowed(spec: RunSpec, verdict: Verdict, reason: str) -> None:
+    """Require that the probes passed where the rollout attends by another op than the shared one.
+
+    Raises:
+        UnsupportedError: With what the probes found.
+    """
+    found = spec.numerics.rollout_attention
+    if found != "shared" and not verdict.is_green:
+        raise UnsupportedError(
+            f"numerics.rollout_attention={found} does not give a request the same bits in every "
+            f"company: {reason}; set numerics.rollout_attention=shared"
+        )
 
 
 def _spread(

@@ -25,7 +25,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
 from engines.contracts import Sample, SampleRequest
-from engines.environment import gpu_uuid
+from engines.environment import attention_libraries, gpu_uuid
 from engines.rollout import plugin, weight_transfer
 from engines.rollout.group import NUMERICS_VARIABLE, Policy, engine_env
 from engines.rollout.receiving import ReceivesWeights
@@ -148,6 +148,10 @@ class VllmEngine(ReceivesWeights, Sleeps):
             to_sample(request, outputs[request.request_id], stop_token_ids=self._stop_token_ids)
             for request in requests
         ]
+
+    def last_cached_tokens(self) -> dict[str, int]:
+        """Return `cached_tokens`, for a caller in another process."""
+        return dict(self.cached_tokens)
 
     def prompt_logprobs(self, requests: Sequence[SampleRequest]) -> list[tuple[float, ...]]:
         """Score prompts: log-prob (nats, temperature 1) of each prompt token but the first.
@@ -283,6 +287,7 @@ class VllmEngine(ReceivesWeights, Sleeps):
             "variables": {
                 name: os.environ.get(name) for name in sorted(engine_env(self._spec, self._policy))
             },
+            "attention_libraries": attention_libraries(),
             "shared_ops": list(plugin.installed()),
             "ambient": {"gpu": gpu_uuid(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")},
             "stop_token_ids": list(self._stop_token_ids),

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from engines import numerics
 from engines.checkpoint.dcp import DcpStorage, Storage
 from engines.contracts import Flip, TrainSample, UpdateRecord
-from engines.environment import apply_torch_determinism, read_back
+from engines.environment import apply_torch_determinism, read_back, refuse_flash_attention_3
 from engines.faults import choose_name, flip_bit, flip_float32
 from engines.gates.audit import OpsOutside, require_exact
 from engines.gates.layerwise import TRAINER_FILE, recorded, write_states
@@ -100,6 +100,7 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
                 f"{world_size} trainer ranks do not divide reduction.slots="
                 f"{self.spec.reduction.slots}; every rank must be dealt the same number of slots"
             )
+        refuse_flash_attention_3()
         apply_torch_determinism(threads or self.spec.execution.threads)
         self._compute_dtype: torch.dtype = getattr(torch, self.spec.numerics.compute_dtype)
         join(rendezvous, rank=rank, world_size=world_size)

@@ -1,11 +1,12 @@
 """A list of checks on one GPU machine: each a process with a time limit, some beside each other.
 
-    python3 -m tools.gpu.batch PLAN.json --out OUT
+    python3 -m tools.gpu.batch PLAN.json --out OUT [--only NAME ...] [--value model=FOLDER ...]
 
 PLAN.json: {"phases": [[LANE, ...], ...]}. Phases run one after the other, the lanes of a phase
-beside each other, the parts of a lane one after the other. A part is {"name", "limit_s", "command":
-[...]}; `{json}` in a command is where the part writes its figures, `{scratch}` a folder for all
-parts. A part that fails or runs over its limit stops nothing. Prints a line a part as it ends, and
+beside each other, the parts of a lane one after the other. A part is {"name", "limit_s",
+"command"}. In a command, `{json}` is where the part writes its figures, `{scratch}` a folder for
+all parts, and `{model}` and the like what `--value` gives; a part whose value is not given is not
+run. A part that fails or runs over its limit stops nothing. Prints a line a part as it ends, and
 the end of its output where it failed. Writes OUT/results.json (rc, seconds and figures of every
 part) and OUT/logs.txt (the end of each output).
 """
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -34,9 +36,11 @@ def main() -> None:
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", help="names of the parts to run; all when omitted")
+    parser.add_argument("--value", action="append", default=[], metavar="NAME=VALUE")
     options = parser.parse_args()
+    values = dict(pair.split("=", 1) for pair in options.value)
     phases = json.loads(options.plan.read_text())["phases"]
-    batch = Batch(options.out)
+    batch = Batch(options.out, values)
     for phase in phases:
         lanes = [
             [part for part in lane if not options.only or part["name"] in options.only]
@@ -52,7 +56,8 @@ def main() -> None:
 class Batch:
     """Runs parts and keeps what they leave."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, values: dict[str, str]) -> None:
+        self._values = {f"{{{name}}}": value for name, value in values.items()}
         out.mkdir(parents=True, exist_ok=True)
         self._out = out
         self._scratch = Path(tempfile.mkdtemp(prefix="batch-"))
@@ -69,10 +74,15 @@ class Batch:
         name = part["name"]
         figures = self._scratch / f"{name}.json"
         log = self._scratch / f"{name}.log"
-        replaced = {"{json}": str(figures), "{scratch}": str(self._scratch)}
+        replaced = {"{json}": str(figures), "{scratch}": str(self._scratch), **self._values}
         command = list(part["command"])
         for place, value in replaced.items():
             command = [word.replace(place, value) for word in command]
+        missing = sorted({found for word in command for found in re.findall(r"{\w+}", word)})
+        if missing:
+            log.write_text(f"not run: give --value for {', '.join(missing)}\n")
+            self._keep(name, "not run", 0.0, figures, log)
+            return
         # Flows of parts that run beside each other must not share a database.
         env = {**os.environ, "PREFECT_HOME": str(self._scratch / f"prefect-{name}")}
         started = time.monotonic()

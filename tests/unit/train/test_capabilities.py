@@ -11,7 +11,9 @@ from typing import get_args
 import pytest
 
 import engines.train.registry as registry
+from engines.gates.preflight import require_allowed
 from engines.provenance.fence import Fence
+from engines.provenance.verdict import Verdict
 from engines.train.registry import CAPABILITIES, TRAINERS, check_supported, refusals
 from model_specs.errors import SpecError, UnsupportedError
 from model_specs.fingerprint import trajectory_fingerprint
@@ -106,6 +108,18 @@ def test_flashinfer_is_an_option_of_aligned_runs_on_cuda() -> None:
     assert refusal.startswith("FlashInfer attention on CPU (")
     with pytest.raises(SpecError, match="rollout_attention=flashinfer"):
         apply_overrides(recipe(), (*STOCK, asked, "execution.device=cuda"))
+    with pytest.raises(SpecError, match="only the probes can allow"):
+        apply_overrides(recipe(), (asked, "plan.gates.preflight=off"))
+
+
+def test_the_probes_decide_over_another_attention_and_their_figure_is_told() -> None:
+    asked = ("numerics.rollout_attention=flashinfer", "execution.device=cuda")
+    other, shared = apply_overrides(recipe(), asked), recipe()
+    require_allowed(other, Verdict.ALIGNED, "all equal")
+    require_allowed(shared, Verdict.MISALIGNED, "a red gate is the flow's to judge")
+    for verdict in (Verdict.MISALIGNED, Verdict.VACUOUS):
+        with pytest.raises(UnsupportedError, match=r"batch of 8, 3 of 64 tokens, max 0\.25"):
+            require_allowed(other, verdict, "worst: batch of 8, 3 of 64 tokens, max 0.25")
 
 
 def test_all_refusals_come_in_one_error() -> None:
