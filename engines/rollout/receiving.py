@@ -19,7 +19,7 @@ import torch
 
 from engines.contracts import Flip
 from engines.faults import choose_name, flip_bit
-from engines.provenance.tensor_digest import digest_tensor
+from engines.provenance.tensor_digest import digest_tensors
 from engines.weights.layout import Layout, TensorMeta
 from engines.weights.names import ModelFacts, check_complete, logical_views
 from engines.weights.transport import HostReceiver, Receiver, open_receiver
@@ -122,7 +122,7 @@ class ReceivesWeights:
             flip_bit(stored[choose_name(stored, flip)], flip.element, flip.bit)
         if keep_to is not None:
             _keep(stored, Path(keep_to) / "received.safetensors")
-        return {name: digest_tensor(name, tensor) for name, tensor in stored.items()}
+        return digest_tensors(stored)
 
     def receive(
         self,
@@ -163,7 +163,7 @@ class ReceivesWeights:
 
     def received_digests(self) -> dict[str, str]:
         """Return logical name -> digest of the weights, read from the engine's storage now."""
-        return {name: digest_tensor(name, tensor) for name, tensor in self._stored().items()}
+        return digest_tensors(self._stored())
 
     def weight_version(self) -> str | None:
         """Return the version of the last push, `loaded` for a native engine, None before a push."""
