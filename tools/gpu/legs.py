@@ -102,7 +102,7 @@ class World:
                 "prompt_ids": None,
             },
             "optimizer": {**spec.optimizer.model_dump(), "lr": 1e-3 if is_tiny else 1e-5},
-            "reduction": {"kind": "tree", "slots": 4},
+            "reduction": {"kind": "tree", "slots": 8},
             "plan": {"num_steps": 8, "checkpoint_every": 1, "keep_tensor_steps": 0},
             "execution": {
                 "device": device,
