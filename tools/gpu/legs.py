@@ -99,7 +99,7 @@ class World:
             "data": {
                 **spec.data.model_dump(),
                 "prompts_per_step": 4 if is_tiny else 16,
-                "prompt_ids": None,
+                "prompt_ids": (),
             },
             "optimizer": {**spec.optimizer.model_dump(), "lr": 1e-3 if is_tiny else 1e-5},
             "reduction": {"kind": "tree", "slots": 8},
