@@ -39,7 +39,7 @@ class WireStream:
 
     def __init__(
         self,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        tensors: Iterator[tuple[str, torch.Tensor]],
         names: Iterable[str],
         *,
         flip: Flip | None,
@@ -53,15 +53,19 @@ class WireStream:
         """Name -> digest of what was sent; complete when the stream is at its end."""
         self._kept: dict[str, torch.Tensor] = {}
 
+    def take(self, count: int) -> list[tuple[str, torch.Tensor]]:
+        """Return the next tensors, flipped where that was asked for, and digest them together."""
+        tensors = dict(islice(self._tensors, count))
+        if self._flip is not None and self._chosen in tensors:
+            flip_bit(tensors[self._chosen], self._flip.element, self._flip.bit)
+        self.digests |= digest_tensors(tensors)
+        if self._keep_to is not None:
+            self._kept |= tensors
+        return list(tensors.items())
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        remaining = iter(self._tensors)
-        while chunk := dict(islice(remaining, DIGESTED_TOGETHER)):
-            if self._flip is not None and self._chosen in chunk:
-                flip_bit(chunk[self._chosen], self._flip.element, self._flip.bit)
-            self.digests |= digest_tensors(chunk)
-            if self._keep_to is not None:
-                self._kept |= chunk
-            yield from chunk.items()
+        while tensors := self.take(DIGESTED_TOGETHER):
+            yield from tensors
 
     def write_kept(self) -> None:
         """Write `sent.safetensors`, where it was asked for."""
@@ -75,7 +79,7 @@ class Sending:
     def __init__(
         self, stream: WireStream, layout: Layout, sender: Sender, *, engines: int, rank: int
     ) -> None:
-        self._stream, self._iterator = stream, iter(stream)
+        self._stream = stream
         self._layout, self._sender = layout, sender
         self._engines, self._rank = engines, rank
         self.attachments: Mapping[int, Any] = sender.begin(layout)
@@ -88,8 +92,7 @@ class Sending:
             EngineError: An engine has not taken the bucket before.
         """
         require_taken(index, taken, engines=self._engines)
-        tensors = list(islice(self._iterator, len(self._layout[index])))
-        payload = self._sender.put(index, tensors)
+        payload = self._sender.put(index, self._stream.take(len(self._layout[index])))
         return payload if self._rank == 0 else None
 
     def end(self, taken: Sequence[int]) -> dict[str, str]:

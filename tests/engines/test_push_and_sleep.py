@@ -50,11 +50,9 @@ def leg(world: World, started: Processes, *, ranks: int = 1, **execution: object
     try:
         return run_steps(world, spec, trainer, rollout, steps=STEPS)
     finally:
-        rollout.environment()
-        if execution.get("sleep"):
-            trainer.state_digest()  # wakes it, and leaves the engine asleep
-            gather([h.call("wake") for h in started.engines], what="wake")
-        trainer.close()
+        gather([rollout.call_first("weight_version")], what="wake")
+        left = [h.run("tools.gpu.legs:leave_groups") for h in started.trainers[:ranks]]
+        gather(left, what="end of the trainer")
 
 
 @pytest.fixture(scope="module")

@@ -78,9 +78,8 @@ def _tokens(draw: random.Random, count: int, spec: RunSpec) -> tuple[int, ...]:
 
 def true_norm(spec_json: str, masters: str, samples: Sequence[TrainSample]) -> dict[str, float]:
     """Return the float64 norm with the model's float32 angles, and with exact ones."""
-    from tools.gpu.float64_replay import norm_of, reference_gradients
-
     from engines.checkpoint.convert import read_dcp_model
+    from tools.gpu.float64_replay import norm_of, reference_gradients
 
     spec = RunSpec.model_validate_json(spec_json)
     weights = {

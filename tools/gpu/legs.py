@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,10 +100,10 @@ class World:
             "data": {
                 **spec.data.model_dump(),
                 "prompts_per_step": 4 if is_tiny else 16,
-                "prompt_ids": None,
+                "prompt_ids": (),
             },
             "optimizer": {**spec.optimizer.model_dump(), "lr": 1e-3 if is_tiny else 1e-5},
-            "reduction": {"kind": "tree", "slots": 4},
+            "reduction": {"kind": "tree", "slots": 8},
             "plan": {"num_steps": 8, "checkpoint_every": 1, "keep_tensor_steps": 0},
             "execution": {
                 "device": device,
@@ -212,6 +213,19 @@ def start_trainer(world: World, spec: RunSpec, handles: Sequence[EngineHandle]) 
     rendezvous = f"file://{world.folder}/rendezvous-{time.time_ns()}"
     trainer.start(spec, dcp_dir=world.masters, rendezvous=rendezvous)
     return trainer
+
+
+def leave_groups() -> None:
+    """Leave what a trainer that failed at its start has joined, so that the next one can start."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "megatron" in sys.modules:
+        from megatron.core import parallel_state
+
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
 
 
 def run_leg(

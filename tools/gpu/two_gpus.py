@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from engines.cluster import gather
 from tools.gpu.legs import Leg, first_difference, processes, replay, run_leg, start_trainer
 from tools.gpu.parts import Parts, Results, Run, main, tried, verdict
 
@@ -83,9 +84,9 @@ def ranks(run: Run) -> Results:
                 slots = run.world.base.reduction.slots
                 parts["reduction"] = {"kind": "stock", "slots": slots, "world_size": size}
             spec = run.world.spec(parts=parts, trainer_ranks=size)
-            group = start_trainer(run.world, spec, started.trainers[:size])
             name = f"{trainer}-{size}-{reduction}"
             try:
+                group = start_trainer(run.world, spec, started.trainers[:size])
                 if origin:
                     group.ensure_at(saved / origin, states[origin])
                 todo = [step for step in drawn if not origin or step.step > SAVED]
@@ -98,7 +99,8 @@ def ranks(run: Run) -> Results:
                     (states[name],) = leg.states.values()
                 return leg
             finally:
-                group.close()
+                left = [h.run("tools.gpu.legs:leave_groups") for h in started.trainers[:size]]
+                gather(left, what="end of a trainer", timeout_s=30)
 
         def told(leg: Leg) -> dict[str, Any]:
             return {
