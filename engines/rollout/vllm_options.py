@@ -45,9 +45,14 @@ def start_options(spec: RunSpec, *, policy: Policy, max_model_len: int) -> dict[
         "kernel_config": {"enable_flashinfer_autotune": False},
     }
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if spec.execution.sleep:
+        # Its allocator has to be there from the start, or nothing can be given back.
+        options["enable_sleep_mode"] = True
     if policy == "aligned":
         is_shared = spec.numerics.rollout_attention == "shared"
         options["attention_config"] = {"backend": "TRITON_ATTN" if is_shared else "FLASHINFER"}
+        # Of the places for experts the one that leaves their matrices as they were loaded.
+        options["kernel_config"]["moe_backend"] = "triton"
         options["compilation_config"] = {**graphs, "custom_ops": ["all"]}
     elif policy == "native":  # the control; nothing compiles in an engine's process
         options["enforce_eager"] = True

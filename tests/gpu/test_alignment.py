@@ -159,7 +159,7 @@ def test_the_engine_runs_graphs_and_the_shared_attention(engines: Engines):
     assert facts["vllm_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
     assert facts["vllm_config"]["attention"] == ["SharedAttentionImpl"]
     assert facts["vllm_config"]["prefix_caching"] is True
-    assert len(facts["shared_ops"]) == 8
+    assert len(facts["shared_ops"]) == 10
 
 
 def test_vllm_on_its_own_ops_is_told_apart(engines: Engines, tmp_path: Path):
@@ -188,9 +188,12 @@ def test_every_layer_is_bitwise_the_trainers_in_prefill_and_decode(
     assert result.num_decode_positions > 20
 
 
-def test_neither_order_nor_prefixes_nor_weights_that_came_and_went_can_be_seen(engines: Engines):
+def test_neither_order_nor_prefixes_nor_weights_that_came_and_went_can_be_seen(
+    engines: Engines, tmp_path: Path
+):
     masters = Path(engines.model).parent / "dcp"
     engines.trainer.load(masters)
+    engines.trainer.connect(engines.rollout, rendezvous=tmp_path / "weights")
     report = invariance.check(
         Started(
             spec=engines.spec,

@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-cache-mib", type=int, default=16384)
+    parser.add_argument("--transport", default="host", help="of the weights: host or cuda_ipc")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     overrides = (
@@ -56,7 +57,7 @@ def main() -> None:
         f"execution.kv_cache_mib={options.kv_cache_mib}", "execution.object_store_mib=12288",
         f"sampling.max_new_tokens={options.new_tokens}", "sampling.samples_per_prompt=2",
         f"data.prompts_per_step={options.requests // 2}", f"reduction.slots={options.slots}",
-        "loss.reference=false",
+        "loss.reference=false", f"execution.transport={options.transport}",
     )  # fmt: skip
     report: dict[str, Any] = {"recipe": options.recipe, "options": vars(options) | {"out": ""}}
     drawn: list[TrainSample] = []

@@ -24,7 +24,7 @@ _GROUP = 8
 def _matmul_kernel(
     a_ptr, b_ptr, bias_ptr, out_ptr, m, n, k, a_row, a_k, b_k, b_column, out_row,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     rows, columns = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     pid = tl.program_id(0)
@@ -38,13 +38,15 @@ def _matmul_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, k, BLOCK_K):
         index = first + inner
+        a_inside, b_inside = (row < m)[:, None], (column < n)[None, :]
+        if not EVEN_K:
+            a_inside = a_inside & (index < k)[None, :]
+            b_inside = b_inside & (index < k)[:, None]
         a = tl.load(
-            a_ptr + row[:, None] * a_row + index[None, :] * a_k,
-            mask=(row[:, None] < m) & (index[None, :] < k), other=0.0,
+            a_ptr + row[:, None] * a_row + index[None, :] * a_k, mask=a_inside, other=0.0
         )  # fmt: skip
         b = tl.load(
-            b_ptr + index[:, None] * b_k + column[None, :] * b_column,
-            mask=(index[:, None] < k) & (column[None, :] < n), other=0.0,
+            b_ptr + index[:, None] * b_k + column[None, :] * b_column, mask=b_inside, other=0.0
         )  # fmt: skip
         total = tl.dot(a, b, total, input_precision=PRECISION)
     if HAS_BIAS:
@@ -81,8 +83,8 @@ def _weight_gradient_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
-    """Elements that one program computes, and how."""
+class Tile:
+    """Elements that one program computes, and how; it decides no bit."""
 
     rows: int
     columns: int
@@ -95,15 +97,17 @@ class _Tile:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def _tile(m: int, n: int, dtype: torch.dtype) -> _Tile:
-    """Choose a tile for `m` rows and `n` columns."""
+def chosen_tile(m: int, n: int, dtype: torch.dtype) -> Tile:
+    """Choose a tile for `m` rows and `n` columns: `tools/gpu/bench_tiles.py` says which is fast."""
     if dtype == torch.float32:  # runs on the plain units, whose operands fill registers
-        return _Tile(64, 64, 32, 4, 2)
-    if m <= 256 and n < 16384:  # decode: narrow tiles, so that there is one for every processor
-        return _Tile(64 if m <= 64 else 128, 32, 64, 4, 4)
-    if m > 256 and n >= 4096:
-        return _Tile(128, 256, 64, 8, 3)
-    return _Tile(128, 128, 64, 8, 3)
+        return Tile(64, 64, 32, 4, 2)
+    if m <= 256 and n <= 2048:  # decode: narrow tiles, so that there is one for every processor
+        return Tile(64, 16, 128, 4, 4)
+    if m <= 256 and n < 16384:
+        return Tile(64 if m <= 64 else 128, 32, 64, 4, 4)
+    if m > 256 and 4096 <= n < 16384:
+        return Tile(128, 256, 64, 8, 3)
+    return Tile(128, 128, 64, 8, 3)
 
 
 def matmul(
@@ -112,6 +116,7 @@ def matmul(
     bias: torch.Tensor | None = None,
     *,
     transposed: bool,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias` (`transposed`) or `x @ weight`.
 
@@ -120,6 +125,7 @@ def matmul(
         weight: `[N, K]` if transposed, else `[K, N]`; dtype of `x`.
         bias: `[N]` or None; added in float32 before the one rounding.
         transposed: which of the two.
+        tile: None takes `chosen_tile`.
 
     Returns:
         `[M, N]`, dtype of `x`.
@@ -130,29 +136,33 @@ def matmul(
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    tile = _tile(m, n, x.dtype)
+    tile = tile or chosen_tile(m, n, x.dtype)
     b_k, b_column = (1, weight.stride(0)) if transposed else (weight.stride(0), 1)
     _matmul_kernel[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
         x, weight, bias, out, m, n, k, x.stride(0), 1, b_k, b_column, n,
         HAS_BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner,
-        GROUP=_GROUP, PRECISION="ieee", **tile.options(),
+        GROUP=_GROUP, EVEN_K=k % tile.inner == 0, PRECISION="ieee", **tile.options(),
     )  # fmt: skip
     return out
 
 
-def add_weight_gradient(total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> None:
+def add_weight_gradient(
+    total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, *, tile: Tile | None = None
+) -> None:
     """Add `gradient.T @ x` to `total` in place, rows in blocks of 64 from the first to the last.
 
     Args:
         total: float32 `[N, K]`, contiguous.
         gradient: `[M, N]`, gradient of the output.
         x: `[M, K]`, dtype of `gradient`; zero rows change no bit.
+        tile: elements of `total` that one program computes; None takes the chosen one.
     """
     gradient, x = row_major(gradient), row_major(x)
     (m, n), k = gradient.shape, x.shape[1]
     if not (m and n and k):
         return
-    tile = _Tile(64, 64, 64, 4, 2) if x.dtype == torch.float32 else _Tile(128, 128, 64, 8, 3)
+    if tile is None:
+        tile = Tile(64, 64, 64, 4, 2) if x.dtype == torch.float32 else Tile(128, 128, 64, 8, 3)
     _weight_gradient_kernel[(triton.cdiv(n, tile.rows), triton.cdiv(k, tile.columns))](
         gradient, x, total, m, n, k, gradient.stride(0), x.stride(0),
         BLOCK_N=tile.rows, BLOCK_K=tile.columns, ROWS=ROW_BLOCK, PRECISION="ieee",

@@ -82,6 +82,7 @@ STOCK = (
     "numerics.policy=stock",
     "plan.gates.logprobs=report",
     "plan.gates.preflight=off",
+    "plan.gates.layerwise=off",
     "plan.gates.controls=off",
 )
 
@@ -130,9 +131,13 @@ def test_all_refusals_come_in_one_error() -> None:
 
 
 @pytest.mark.parametrize("trainer", sorted(TRAINERS))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_every_shipped_recipe_runs_on_every_trainer(name: str, trainer: str) -> None:
-    check_supported(apply_overrides(load_recipe(name), (f"trainer={trainer}",)))
+def test_every_shipped_recipe_runs_on_every_trainer_and_device(
+    name: str, device: str, trainer: str
+) -> None:
+    asked = (f"trainer={trainer}", f"execution.device={device}")
+    check_supported(apply_overrides(load_recipe(name), asked))
 
 
 def test_a_family_without_a_row_is_refused() -> None:
