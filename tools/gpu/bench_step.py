@@ -34,7 +34,7 @@ from tools.gpu.start import Started, as_train, started
 PHASES = ("push_s", "draw_s", "score_s", "update_s")
 UNALIGNED = (
     "numerics.policy=stock", "plan.gates.logprobs=report", "plan.gates.preflight=off",
-    "plan.gates.controls=off",
+    "plan.gates.controls=off", "plan.gates.layerwise=off",
 )  # fmt: skip
 VARIANTS = {"fsdp2": (), "megatron": ("trainer=megatron",), "stock": UNALIGNED}
 
