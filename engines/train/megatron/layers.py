@@ -129,8 +129,8 @@ class SwiGlu(torch.nn.Module):
 
     def forward(self, fused: torch.Tensor) -> torch.Tensor:
         """Return [M, 1, inner]."""
-        gate, up = fused.chunk(2, dim=-1)
-        return numerics.silu_mul(gate, up)
+        gate, up = fused.flatten(0, 1).chunk(2, dim=-1)
+        return numerics.silu_mul(gate, up).unflatten(0, fused.shape[:2])
 
 
 class MixtureOfExperts(MoELayer):
