@@ -14,6 +14,7 @@ from engines import numerics
 from engines.numerics import dispatch
 from engines.rollout.group import engine_env
 from engines.rollout.plugin import check_version
+from engines.rollout.plugin_cuda import without_graphs
 from engines.rollout.vllm_options import start_options
 from engines.train.group import trainer_env
 from model_specs.errors import UnsupportedError
@@ -138,6 +139,21 @@ def test_variables_of_cuda_are_set_for_cuda_alone():
         "VLLM_USE_FLASHINFER_SAMPLER",
         "VLLM_USE_V2_MODEL_RUNNER",
     }
+
+
+def test_graphs_are_left_out_while_a_block_lasts_and_are_back_after_an_error():
+    captured = {(1, 0): ["a graph"]}
+    manager = types.SimpleNamespace(_candidates=captured)
+    runner = types.SimpleNamespace(cudagraph_manager=manager)
+    worker = types.SimpleNamespace(model_runner=runner)
+    llm = types.SimpleNamespace(collective_rpc=lambda function: [function(worker)])
+    with pytest.raises(ValueError, match="inside"), without_graphs(llm):
+        assert manager._candidates == {}
+        raise ValueError("inside")
+    assert manager._candidates is captured
+    runner.cudagraph_manager = types.SimpleNamespace()
+    with pytest.raises(UnsupportedError, match="_candidates"), without_graphs(llm):
+        pass
 
 
 def test_a_version_of_vllm_is_tested_on_one_device_and_not_on_the_other():
