@@ -96,8 +96,10 @@ def test_an_aligned_engine_on_cuda_captures_decode_and_compiles_nothing():
 
 
 def test_the_peers_switches_are_flashinfer_and_their_own_variables():
-    asked = ("numerics.policy=peer", "plan.gates.logprobs=report", "plan.gates.preflight=optional",
-             "plan.gates.controls=off", "plan.gates.layerwise=off", "execution.device=cuda")  # fmt: skip
+    asked = (
+        "numerics.policy=peer", "plan.gates.logprobs=report", "plan.gates.preflight=optional",
+        "plan.gates.controls=off", "plan.gates.layerwise=off", "execution.device=cuda",
+    )  # fmt: skip
     peer = apply_overrides(load_recipe("tiny_cpu"), asked)
     options = start_options(peer, policy="peer", max_model_len=120)
     assert options["attention_config"] == {"backend": "FLASHINFER"}
