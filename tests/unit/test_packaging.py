@@ -212,3 +212,24 @@ def test_a_registry_and_a_machine_path_are_found(tmp_path: Path) -> None:
     )
     found = unwanted_in([file])
     assert [entry.rsplit(":", 2)[1] for entry in found] == ["2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "file"), [("cpu-without-vllm", "cpu-py311.txt"), ("cuda", "gpu-py312.txt")]
+)
+def test_what_is_pinned_in_the_project_is_pinned_alike_in_the_constraints(
+    extra: str, file: str
+) -> None:
+    lines = (ROOT / "constraints" / file).read_text().splitlines()
+    pins = dict(
+        line.split("#")[0].strip().split("==") for line in lines if "==" in line.split("#")[0]
+    )
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    declared = project()["project"]
+    asked = [*declared["dependencies"], *declared["optional-dependencies"][extra]]
+    compared = 0
+    for requirement in map(Requirement, asked):
+        found = pins[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(found.partition("+")[0]), (requirement, found)
+        compared += 1
+    assert compared == len(asked) > 15
