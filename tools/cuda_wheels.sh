@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 mkdir -p "$out"
 platforms=()
-for tag in 2_39 2_35 2_34 2_31 2_28 2_27 2_26 2_24 2_17 2_12 2_5; do
+for tag in $(seq -f 2_%g 39 -1 5); do
     platforms+=(--platform "manylinux_${tag}_x86_64")
 done
 for tag in manylinux2014 manylinux2010 manylinux1 linux; do
