@@ -13,7 +13,9 @@ from engines.data import prompt_order
 from engines.gates.controls import ControlResult, judge_native, judge_stock
 from engines.gates.layerwise import compare_layers
 from engines.gates.logprobs import compare_logprobs
+from engines.gates.preflight import require_allowed
 from engines.loop import push, sample_requests
+from engines.placement import engine_name, start_on
 from engines.provenance.ledger import LEDGER_FILE, read_ledger
 from engines.provenance.lock import read_lock
 from engines.provenance.verdict import Verdict, worst
@@ -72,6 +74,7 @@ def preflight(session_name: str) -> dict[str, Any]:
         figures={name: dict(result) for name, result in results.items()},
     )
     opened.gates["preflight"] = record
+    require_allowed(opened.spec, verdict, reason)
     return record.to_dict()
 
 
@@ -202,12 +205,12 @@ def _required(opened: LegSession, name: str, record: GateRecord) -> bool:
 
 def _layerwise(opened: LegSession, requests: Sequence[SampleRequest]) -> GateRecord:
     """Compare every layer over one sample a prompt; what was recorded is kept only when red."""
-    trainer, _, _ = opened.engines()
+    trainer, rollout, _ = opened.engines()
     folder = opened.folder / "layers"
     shutil.rmtree(folder, ignore_errors=True)
     firsts = [request for request in requests if request.sample_index == 0]
     (samples,) = gather(
-        [opened.rollout_hosts[0].call("layer_states", firsts, folder=str(folder))],
+        [rollout.call_first("layer_states", firsts, folder=str(folder))],
         what="hidden states of the rollout",
     )
     trainer.layer_states(_as_train_samples(samples), folder=folder)
@@ -253,7 +256,9 @@ def _native_samples(
     opened: LegSession, exported: ArtifactRef, requests: Sequence[SampleRequest]
 ) -> tuple[Sample, ...]:
     """Let vLLM on its own ops draw from the exported weights, in a process of its own."""
-    host = opened.cluster.start("native-0", env=engine_env(opened.spec, policy="native"))
+    env = engine_env(opened.spec, policy="native")
+    gpu = opened.placement.get(engine_name(0))
+    host = opened.cluster.start("native-0", **start_on(gpu, env))
     gather(
         [
             host.actor.create.remote(

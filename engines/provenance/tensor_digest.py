@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from engines.provenance.digest import ITEM_SIZES, PartialDigest, matrix_shape, partial_of
@@ -99,8 +100,9 @@ def _matrix_of(block: TensorBlock) -> tuple[torch.Tensor, tuple[int, ...]]:
 def _on_host(block: TensorBlock, dtype: str) -> PartialDigest:
     tensor, whole = _matrix_of(block)
     return partial_of(
-        # `view(dtype)` to a container of equal size never copies and needs no unit stride.
-        tensor.view(_CONTAINERS[tensor.element_size()]).cpu().numpy(),
+        # `view(dtype)` to a container of equal size never copies and needs no unit stride. Through
+        # DLPack, because `numpy()` would forbid the storage to be shrunk ever after.
+        np.from_dlpack(tensor.view(_CONTAINERS[tensor.element_size()]).cpu()),
         name=block.name,
         dtype=dtype,
         shape=whole,

@@ -17,6 +17,8 @@ device. vLLM keeps its draw, whose noise is a function of a request's seed and p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from engines.rollout.plugin import hook
@@ -36,6 +38,23 @@ def install() -> list[str]:
         *_replace_experts(),
         *_replace_sampler(),
     ]
+
+
+@contextmanager
+def without_graphs(llm: Any) -> Iterator[None]:
+    """Let an engine of this process run every forward eagerly while the block lasts.
+
+    Raises:
+        UnsupportedError: This vLLM keeps its graphs elsewhere.
+    """
+    (manager,) = llm.collective_rpc(lambda worker: worker.model_runner.cudagraph_manager)
+    # A batch finds its graph here, by its number of tokens; one that finds none runs eagerly.
+    candidates = hook(manager, "_candidates")
+    manager._candidates = {}
+    try:
+        yield
+    finally:
+        manager._candidates = candidates
 
 
 def _replace_custom_ops() -> list[str]:
@@ -113,7 +132,9 @@ def _rotary_class(base: Any) -> Any:
             # Made on the host, as the trainer makes them, then moved: `pow` is not exact.
             with torch.device("cpu"):
                 frequencies = numerics.rotary_inv_freq(self.base, self.head_size)
-            self.shared_inv_freq = frequencies.to(self.cos_sin_cache.device)
+            # A buffer, because a deep sleep keeps parameters and buffers and nothing else.
+            on_device = frequencies.to(self.cos_sin_cache.device)
+            self.register_buffer("shared_inv_freq", on_device, persistent=False)
 
         def forward_cuda(
             self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None

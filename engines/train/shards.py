@@ -67,7 +67,7 @@ def join(rendezvous: str, *, rank: int, world_size: int) -> None:
         )
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo",
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             init_method=rendezvous,
             rank=rank,
             world_size=world_size,

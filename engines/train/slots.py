@@ -157,12 +157,12 @@ def plan_slot_parts(
     Raises:
         EngineError: One sample alone is above the bound.
     """
-    plans = []
+    plans: list[list[tuple[int, ...]]] = []
     for indices in slots:
-        parts = plan_micro_batches(
+        places = plan_micro_batches(
             [rows[index] for index in indices], max_rows=max_rows, max_samples=len(indices)
         )
-        plans.append([tuple(indices[place] for place in part) for part in parts])
+        plans.append([tuple(indices[place] for place in part) for part in places])
     count = max(len(parts) for parts in plans)
     for parts in plans:
         while len(parts) < count:

@@ -26,16 +26,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from engines import numerics
 from engines.checkpoint.dcp import DcpStorage, Storage
 from engines.contracts import Flip, TrainSample, UpdateRecord
-from engines.environment import apply_torch_determinism, read_back
+from engines.environment import apply_torch_determinism, read_back, refuse_flash_attention_3
 from engines.faults import choose_name, flip_bit, flip_float32
 from engines.gates.audit import OpsOutside, require_exact
 from engines.gates.layerwise import TRAINER_FILE, recorded, write_states
 from engines.provenance.digest import digest_array, digest_floats, digest_json, root_digest
-from engines.provenance.tensor_digest import digest_tensor
 from engines.train.advantages import round_to_float32
 from engines.train.evidence import flip_shard, keep_shards, keep_tensors
 from engines.train.grpo import (
@@ -51,7 +51,9 @@ from engines.train.optimizer import ShardedAdamW
 from engines.train.reduction import clip_coefficient, total_norm
 from engines.train.reference import Reference
 from engines.train.scored import behaviour_logprobs, require_no_gradient, scored_rows
+from engines.train.sending import SendsWeights
 from engines.train.shards import Shard, all_objects, gathered, join, merged_digests
+from engines.train.sleep import Resident, Sleeps
 from engines.train.slots import (
     num_rows,
     pack_slot,
@@ -60,13 +62,12 @@ from engines.train.slots import (
     plan_slots,
 )
 from engines.train.state import TrainingState
-from engines.weights.wire import pack
 from model_specs.errors import EngineError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.run_spec import RunSpec, StockReduction, TreeReduction
 
 
-class GrpoTrainer(ABC):
+class GrpoTrainer(SendsWeights, Sleeps, ABC):
     """This rank's share of `engines.contracts.Trainer`; see the methods there."""
 
     _model: torch.nn.Module
@@ -99,6 +100,7 @@ class GrpoTrainer(ABC):
                 f"{world_size} trainer ranks do not divide reduction.slots="
                 f"{self.spec.reduction.slots}; every rank must be dealt the same number of slots"
             )
+        refuse_flash_attention_3()
         apply_torch_determinism(threads or self.spec.execution.threads)
         self._compute_dtype: torch.dtype = getattr(torch, self.spec.numerics.compute_dtype)
         join(rendezvous, rank=rank, world_size=world_size)
@@ -123,6 +125,7 @@ class GrpoTrainer(ABC):
         self._scores: dict[str, torch.Tensor] = {}
         self._reference_scores: dict[str, torch.Tensor] = {}
         self._scores_were_flipped = False
+        self._resident = Resident(self._resident_tensors)
         self._ops_outside = self.audit()
 
     def _check_stock_reduction(self) -> None:
@@ -169,6 +172,15 @@ class GrpoTrainer(ABC):
     def _is_aligned(self) -> bool:
         """Whether the shared ops run, so that no bit may depend on batch, packing or gradients."""
         return self.spec.numerics.policy == "aligned"
+
+    def _resident_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor that lies on the device between two calls, plain."""
+        for shards in (self._shards, self._state.moments()):
+            yield from (shard.local for shard in shards.values())
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        if self._reference is not None:
+            yield from self._reference.rows()
 
     def _storage(self) -> Storage:
         """How the tensors of a checkpoint are written and read."""
@@ -412,37 +424,6 @@ class GrpoTrainer(ABC):
             weight_decay=weight_decay(self._state.samples_consumed, self.spec.optimizer),
         )
         return rate
-
-    # -- sending
-
-    def send(
-        self, *, version: int, flip: Flip | None = None, keep_to: str | None = None
-    ) -> tuple[list[Any], dict[str, str]]:
-        """Cast to the wire dtype; return references to buckets (of rank 0), name -> digest."""
-        chosen = (
-            choose_name(self._shards, flip) if flip is not None and flip.probe == "sent" else None
-        )
-        digests: dict[str, str] = {}
-        kept: dict[str, torch.Tensor] = {}
-
-        def stream() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in self.wire_tensors():
-                if flip is not None and name == chosen:
-                    flip_bit(tensor, flip.element, flip.bit)
-                digests[name] = digest_tensor(name, tensor)
-                if keep_to is not None:
-                    kept[name] = tensor
-                yield name, tensor
-
-        references = []
-        for bucket in pack(stream(), bucket_mib=self.spec.execution.bucket_mib):
-            if self._rank == 0:
-                import ray
-
-                references.append(ray.put(bucket))
-        if keep_to is not None and self._rank == 0:
-            keep_tensors(keep_to, "sent", kept)
-        return references, digests
 
     # -- state
 

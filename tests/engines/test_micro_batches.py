@@ -1,8 +1,8 @@
-"""A slot packed whole, cut at any limit, or run one sequence at a time: every bit of its gradient."""
+"""A slot whole, cut at any limit, or one sequence at a time: every bit of every gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -57,7 +57,7 @@ def gradients(trainer: GrpoTrainer, samples: list[TrainSample]) -> dict[str, tor
 
 
 @pytest.fixture
-def parts_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def parts_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of samples of every forward and backward, as they are run."""
     sizes: list[int] = []
     honest = GrpoTrainer._backward
@@ -67,7 +67,7 @@ def parts_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return honest(self, samples, totals)  # type: ignore[arg-type]
 
     monkeypatch.setattr(GrpoTrainer, "_backward", counted)
-    yield sizes
+    return sizes
 
 
 def same(ours: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> list[str]:

@@ -15,6 +15,7 @@ from engines.numerics import dispatch
 from engines.rollout.group import engine_env
 from engines.rollout.plugin import check_version
 from engines.rollout.vllm_options import start_options
+from engines.train.group import trainer_env
 from model_specs.errors import UnsupportedError
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
@@ -91,6 +92,32 @@ def test_an_aligned_engine_on_cuda_captures_decode_and_compiles_nothing():
     native = start_options(spec("cuda"), policy="native", max_model_len=120)
     assert native["enforce_eager"] is True
     assert "attention_config" not in native
+
+
+def test_the_peers_switches_are_flashinfer_and_their_own_variables():
+    asked = ("numerics.policy=peer", "plan.gates.logprobs=report", "plan.gates.preflight=optional",
+             "plan.gates.controls=off", "execution.device=cuda")  # fmt: skip
+    peer = apply_overrides(load_recipe("tiny_cpu"), asked)
+    options = start_options(peer, policy="peer", max_model_len=120)
+    assert options["attention_config"] == {"backend": "FLASHINFER"}
+    assert "attention_config" not in start_options(peer, policy="stock", max_model_len=120)
+    for found in (engine_env(peer, "peer"), trainer_env(peer)):
+        assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert found["NCCL_ALGO"] == "Ring"
+        assert found["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+        assert "CUBLASLT_WORKSPACE_SIZE" not in found
+        assert "VLLM_BATCH_INVARIANT" not in found
+
+
+def test_flashinfer_replaces_the_shared_attention_and_nothing_else():
+    asked = apply_overrides(
+        load_recipe("tiny_cpu"), ("numerics.rollout_attention=flashinfer", "execution.device=cuda")
+    )
+    ours = start_options(spec("cuda"), policy="aligned", max_model_len=120)
+    theirs = start_options(asked, policy="aligned", max_model_len=120)
+    assert theirs.pop("attention_config") == {"backend": "FLASHINFER"}
+    assert ours.pop("attention_config") == {"backend": "TRITON_ATTN"}
+    assert ours == theirs
 
 
 def test_an_engine_on_the_cpu_never_splits_a_prompt_and_gets_nothing_of_cuda():

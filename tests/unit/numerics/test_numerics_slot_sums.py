@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def slot_gradients(
     x = random(ROWS, WIDTH, dtype=dtype, seed=90).requires_grad_()
     upstream = random(ROWS, WIDTH, dtype=dtype, seed=91)
     sums, early = SlotSums(), []
-    for first, end in zip(cut, cut[1:], strict=False):
+    for first, end in pairwise(cut):
         with sums.part(last=end == cut[-1]):
             op(x[first:end], slice(first, end), leaves).backward(upstream[first:end])
         if end != cut[-1]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -236,7 +238,7 @@ def test_gradients_go_on_over_the_parts_of_a_slot(device, dtype):
             for seed, shape in enumerate(shapes, start=1)
         ]
         sums = SlotSums()
-        for first, end in zip(cut, cut[1:], strict=False):
+        for first, end in pairwise(cut):
             with sums.part(last=end == 192):
                 outputs(x, slice(first, end), *leaves).sum().backward()
             if end != 192:

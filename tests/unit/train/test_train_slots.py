@@ -127,7 +127,7 @@ def test_parts_of_slots_keep_order_fit_and_are_as_many_in_every_slot(
     assert tuple(tuple(index for part in parts for index in part) for parts in plan) == slots
     assert len({len(parts) for parts in plan}) == 1
     sizes = [[sum(rows[i] for i in part) for part in parts] for parts in plan]
-    assert all(0 < size and (bound is None or size <= bound) for part in sizes for size in part)
+    assert all(size > 0 and (bound is None or size <= bound) for part in sizes for size in part)
     # No more parts than the slot that needs most of them.
     greedy = [
         plan_micro_batches([rows[i] for i in slot], max_rows=bound, max_samples=len(slot))
