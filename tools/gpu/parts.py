@@ -22,8 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from engines import guard
 from tools.gpu.legs import Leg, World, as_json, first_difference
 
+SHOWN = 600
+"""Characters of a result that are printed; the file has all."""
 Results = Iterator[tuple[str, Any]]
 
 
@@ -107,6 +110,8 @@ def outside(options: argparse.Namespace, name: str, *, limit: float, module: str
     finally:
         _end_group(process)
     seconds = round(time.perf_counter() - began, 1)
+    if code is None:
+        time.sleep(guard.GRACE_S + guard.TERMINATE_S)
     ended = "at its limit" if code is None else f"with {code}"
     tell(options.out, name, "ended", {"how": ended, "seconds": seconds, "limit": limit})
 
@@ -121,6 +126,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 def inside(options: argparse.Namespace, parts: Parts) -> None:
     """Run one part here and tell each of its results."""
+    guard.start()  # Ray's daemons are in groups of their own, and have to end with this process
     run = Run(options)
     for name, found in parts[options.parts][0](run):
         tell(options.out, options.parts, name, found)
@@ -128,7 +134,7 @@ def inside(options: argparse.Namespace, parts: Parts) -> None:
 
 def tell(out: str, part: str, name: str, found: Any) -> None:
     """Print one result and add it to the file."""
-    print(as_json({"part": part, "what": name, "found": found})[:4000], flush=True)
+    print(f"{part}: {name}: {as_json(found)}"[:SHOWN], flush=True)
     path = Path(out)
     everything = json.loads(path.read_text()) if path.exists() else {}
     everything.setdefault(part, {})[name] = json.loads(as_json(found))
