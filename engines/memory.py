@@ -15,7 +15,7 @@ def process_memory(*, release: bool = False) -> float:
     """Return MiB in use: of the whole GPU, or resident memory of this process on CPU.
 
     Args:
-        release: Give a GPU's unused cached blocks back first, so that what was freed does not count.
+        release: Give unused cached blocks of a GPU back first: what was freed must not count.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
