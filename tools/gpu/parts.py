@@ -36,6 +36,7 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self.device: str = options.device
         self.scratch = Path(options.scratch)
+        self.ranks = int(options.ranks)
         shape = options.shape or ("tiny_cpu" if self.device == "cpu" else "gsm8k_smollm2_135m")
         self.world = World.make(shape=shape, device=self.device, folder=self.scratch / shape)
         self.options = options
@@ -83,6 +84,7 @@ def main(parts: Parts, *, description: str, module: str) -> None:
     parser.add_argument("--shape", help="recipe whose model is used")
     parser.add_argument("--scratch", default=str(Path(tempfile.gettempdir()) / "lockstep-gpu"))
     parser.add_argument("--out", default="gpu-parts.json")
+    parser.add_argument("--ranks", default="2", help="most ranks, one a GPU: a power of two")
     parser.add_argument("--patience", type=float, default=1.0, help="times every limit")
     parser.add_argument("--inside", action="store_true", help="run the one part here")
     options = parser.parse_args()
@@ -98,7 +100,7 @@ def outside(options: argparse.Namespace, name: str, *, limit: float, module: str
     """Run a part in a process group of its own, and end all of it at the limit."""
     limit *= options.patience
     program = [sys.executable, "-m", module, "--inside", "--parts", name]
-    for key in ("device", "scratch", "out", "shape"):
+    for key in ("device", "scratch", "out", "shape", "ranks"):
         value = getattr(options, key)
         program += [f"--{key}", value] if value is not None else []
     began = time.perf_counter()
