@@ -9,8 +9,8 @@ With `--device cpu` the same parts run on gloo and a tiny model.
 - `separate`: trainer on one GPU, vLLM on the other, weights over NCCL, engine started with dummy
   weights; twice.
 - `engines`: two ranks, two engines.
-- `ranks`: FSDP2 and Megatron on one rank and on up to `--ranks` over the reference's rollouts, checkpoints
-  resumed on the other number of ranks, the stock reduction beside it.
+- `ranks`: FSDP2 and Megatron on one rank and on up to `--ranks` over the reference's rollouts,
+  checkpoints resumed on the other number of ranks, the stock reduction beside it.
 - `launches`: NCCL's variables from inside, Ring and Tree in 20 launches each.
 - `float64`: one float32 step on `--ranks` ranks against float64.
 """
