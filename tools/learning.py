@@ -32,6 +32,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "shuffled": ("loss.advantage_transform=shuffled",),
     "stock": (
         "numerics.policy=stock", "plan.gates.logprobs=report", "plan.gates.preflight=off",
+        "plan.gates.layerwise=off",
     ),
 }  # fmt: skip
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -206,7 +205,7 @@ class VllmEngine(ReceivesWeights, Sleeps):
         Raises:
             EngineError: One of them is not on `EXACT_OPS`.
         """
-        from engines.gates.audit import OpsOutside, require_exact
+        from engines.gates.audit import OpsOutside, audited, require_exact
         from engines.gates.preflight import probe_request
 
         model = self._model()
@@ -397,19 +396,3 @@ def _check_supported(config: Any, *, on_cpu: bool) -> None:
             f"head_dim={head_dim}: vLLM's CPU attention takes {', '.join(map(str, sizes))}; choose "
             "num_attention_heads and head_dim accordingly"
         )
-
-
-@contextmanager
-def audited(model: torch.nn.Module, method: str, mode: Any) -> Iterator[None]:
-    """Run one method of `model` under a dispatch mode while the block lasts."""
-    original = getattr(model, method)
-
-    def under_mode(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return original(*args, **kwargs)
-
-    setattr(model, method, under_mode)
-    try:
-        yield
-    finally:
-        delattr(model, method)

@@ -25,6 +25,8 @@ from engines.train.group import TrainerGroup, trainer_env
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
+from tools.gpu import invariance
+from tools.gpu.start import Started
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -37,6 +39,7 @@ class Engines:
     model: str
     cluster: Cluster
     engine: EngineHandle
+    rank: EngineHandle
     rollout: RolloutGroup
     trainer: TrainerGroup
 
@@ -104,7 +107,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         load_recipe("tiny_cpu"), ("execution.device=cuda", "optimizer.lr=1e-3", "reduction.slots=4")
     )
     model, masters = str(folder / "model"), str(folder / "dcp")
-    with Cluster("gpu-tests", num_cpus=5, object_store_mib=256) as cluster:
+    with Cluster("gpu-tests", num_cpus=8, object_store_mib=256) as cluster:
         engine = cluster.start("rollout-0", env=engine_env(spec), num_cpus=1)
         rank = cluster.start("trainer-0", env=trainer_env(spec), num_cpus=1)
         write = "engines.checkpoint.tiny_model:write_tiny_model"
@@ -118,7 +121,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         trainer.start(spec, dcp_dir=masters, rendezvous=f"file://{folder}/rendezvous")
         gather([created], what="start of the engine")
         rollout = RolloutGroup([engine], spec)
-        yield Engines(spec, model, cluster, engine, rollout, trainer)
+        yield Engines(spec, model, cluster, engine, rank, rollout, trainer)
 
 
 def test_every_log_prob_is_exact_while_the_weights_change(engines: Engines):
@@ -183,6 +186,32 @@ def test_every_layer_is_bitwise_the_trainers_in_prefill_and_decode(
     assert result.num_layers == 2
     assert result.num_prefill_positions > 100
     assert result.num_decode_positions > 20
+
+
+def test_neither_order_nor_prefixes_nor_weights_that_came_and_went_can_be_seen(
+    engines: Engines, tmp_path: Path
+):
+    masters = Path(engines.model).parent / "dcp"
+    engines.trainer.load(masters)
+    engines.trainer.connect(engines.rollout, rendezvous=tmp_path / "weights")
+    report = invariance.check(
+        Started(
+            spec=engines.spec,
+            model=engines.model,
+            masters=masters,
+            cluster=engines.cluster,
+            engine=engines.engine,
+            rank=engines.rank,
+            rollout=engines.rollout,
+            trainer=engines.trainer,
+            start_s=0.0,
+        ),
+        repeats=5,
+    )
+    assert report["holds"], report
+    assert report["orders"] == [32] * 5
+    assert report["prefix_cached_tokens"] >= 16
+    assert report["w2_is_w1"] < report["w1_again"] == report["w2_on_a_fresh_engine"] == 32
 
 
 def test_one_of_vllms_own_ops_turns_the_gates_red_and_its_layer_is_named(

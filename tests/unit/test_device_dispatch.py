@@ -14,6 +14,7 @@ from engines import numerics
 from engines.numerics import dispatch
 from engines.rollout.group import engine_env
 from engines.rollout.plugin import check_version
+from engines.rollout.plugin_cuda import without_graphs
 from engines.rollout.vllm_options import start_options
 from engines.train.group import trainer_env
 from model_specs.errors import UnsupportedError
@@ -95,8 +96,10 @@ def test_an_aligned_engine_on_cuda_captures_decode_and_compiles_nothing():
 
 
 def test_the_peers_switches_are_flashinfer_and_their_own_variables():
-    asked = ("numerics.policy=peer", "plan.gates.logprobs=report", "plan.gates.preflight=optional",
-             "plan.gates.controls=off", "execution.device=cuda")  # fmt: skip
+    asked = (
+        "numerics.policy=peer", "plan.gates.logprobs=report", "plan.gates.preflight=optional",
+        "plan.gates.controls=off", "plan.gates.layerwise=off", "execution.device=cuda",
+    )  # fmt: skip
     peer = apply_overrides(load_recipe("tiny_cpu"), asked)
     options = start_options(peer, policy="peer", max_model_len=120)
     assert options["attention_config"] == {"backend": "FLASHINFER"}
@@ -132,10 +135,32 @@ def test_variables_of_cuda_are_set_for_cuda_alone():
     assert added == {
         "CUBLAS_WORKSPACE_CONFIG",
         "CUBLASLT_WORKSPACE_SIZE",
+        "NCCL_ALGO",
+        "NCCL_NVLS_ENABLE",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
         "VLLM_USE_FLASHINFER_SAMPLER",
         "VLLM_USE_V2_MODEL_RUNNER",
     }
+
+
+def test_graphs_are_left_out_while_a_block_lasts_and_are_back_after_an_error():
+    captured = {(1, 0): ["a graph"]}
+    manager = types.SimpleNamespace(_candidates=captured)
+    runner = types.SimpleNamespace(cudagraph_manager=manager)
+    worker = types.SimpleNamespace(model_runner=runner)
+    llm = types.SimpleNamespace(collective_rpc=lambda function: [function(worker)])
+
+    def fails() -> None:
+        with without_graphs(llm):
+            assert manager._candidates == {}
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fails()
+    assert manager._candidates is captured
+    runner.cudagraph_manager = types.SimpleNamespace()
+    with pytest.raises(UnsupportedError, match="_candidates"):
+        fails()
 
 
 def test_a_version_of_vllm_is_tested_on_one_device_and_not_on_the_other():

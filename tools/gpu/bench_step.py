@@ -1,7 +1,8 @@
 """What a step costs, exact beside stock, in one run on one GPU: medians, memory, evidence.
 
     python3 -m tools.gpu.bench_step gsm8k_qwen2_5_0_5b [--variants fsdp2 megatron stock plain]
-        [--requests 128] [--new-tokens 128] [--slots 8] [--rounds 3] [--out OUT.json]
+        [--requests 128] [--new-tokens 128] [--slots 8] [--rounds 3] [--set key=value ...]
+        [--out OUT.json]
 
 `fsdp2` and `megatron`: the product on the shared ops. `stock`: numerics.policy=stock. `plain`: a
 stock trainer's step on the samples that were drawn last (`tools.gpu.plain_step`). A whole step is
@@ -34,7 +35,7 @@ from tools.gpu.start import Started, as_train, started
 PHASES = ("push_s", "draw_s", "score_s", "update_s")
 UNALIGNED = (
     "numerics.policy=stock", "plan.gates.logprobs=report", "plan.gates.preflight=off",
-    "plan.gates.controls=off",
+    "plan.gates.controls=off", "plan.gates.layerwise=off",
 )  # fmt: skip
 VARIANTS = {"fsdp2": (), "megatron": ("trainer=megatron",), "stock": UNALIGNED}
 
@@ -49,14 +50,17 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-cache-mib", type=int, default=16384)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--transport", default="host", help="of the weights: host or cuda_ipc")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     overrides = (
         "execution.device=cuda", f"execution.max_num_seqs={options.requests}",
-        f"execution.kv_cache_mib={options.kv_cache_mib}", "execution.object_store_mib=12288",
+        f"execution.kv_cache_mib={options.kv_cache_mib}", "execution.object_store_mib=4096",
         f"sampling.max_new_tokens={options.new_tokens}", "sampling.samples_per_prompt=2",
         f"data.prompts_per_step={options.requests // 2}", f"reduction.slots={options.slots}",
-        "loss.reference=false",
+        "loss.reference=false", f"execution.transport={options.transport}",
+        *options.set,
     )  # fmt: skip
     report: dict[str, Any] = {"recipe": options.recipe, "options": vars(options) | {"out": ""}}
     drawn: list[TrainSample] = []

@@ -140,7 +140,7 @@ def weights(
     gates = [compare_logprobs(1, first, engines.trainer.scores())]
     engines.trainer.update(train, step=1, update=0)
     fresh = engines.another_engine("rollout-fresh")
-    assert engines.push(2, engines.rollout, fresh), "what arrived is not what was sent"
+    assert engines.push(2, fresh), "what arrived is not what was sent"
     second, of_fresh = engines.rollout.generate(chosen), fresh.generate(chosen)
     engines.trainer.score(as_train(second))
     gates.append(compare_logprobs(2, second, engines.trainer.scores()))

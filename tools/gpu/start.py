@@ -32,11 +32,17 @@ class Started:
     trainer: TrainerGroup
     start_s: float
 
-    def push(self, version: int, *rollouts: RolloutGroup) -> bool:
-        """Send the trainer's weights; whether what arrived everywhere is what was sent."""
-        buckets, sent = self.trainer.send(version=version)
-        groups = rollouts or (self.rollout,)
-        return all(group.receive(buckets, version=version) == sent for group in groups)
+    def push(self, version: int, *others: RolloutGroup) -> bool:
+        """Push the trainer's weights to its engine, and give them to others all at once.
+
+        Returns whether what arrived everywhere is what was sent.
+        """
+        sent, received = self.trainer.push(self.rollout, version=version)
+        if not others:
+            return sent == received
+        buckets, again = self.trainer.send(version=version)
+        held = [group.receive(buckets, version=version) for group in others]
+        return all(digests == sent for digests in (received, again, *held))
 
     def another_engine(self, name: str) -> RolloutGroup:
         """Start a second rollout engine, without weights yet."""
@@ -72,6 +78,8 @@ def started(spec: RunSpec, scratch: Path, *, model: str | None = None) -> Iterat
         rendezvous = f"file://{scratch}/rendezvous-{time.time_ns()}"
         trainer.start(spec, dcp_dir=masters, rendezvous=rendezvous)
         gather([created], what="start of the engine", timeout_s=500)
+        rollout = RolloutGroup([engine], spec)
+        trainer.connect(rollout, rendezvous=scratch / f"weights-{time.time_ns()}")
         yield Started(
             spec=spec,
             model=model,
@@ -79,7 +87,7 @@ def started(spec: RunSpec, scratch: Path, *, model: str | None = None) -> Iterat
             cluster=cluster,
             engine=engine,
             rank=rank,
-            rollout=RolloutGroup([engine], spec),
+            rollout=rollout,
             trainer=trainer,
             start_s=round(time.perf_counter() - begun, 1),
         )
