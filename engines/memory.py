@@ -15,13 +15,12 @@ def process_memory(*, release: bool = False) -> float:
     """Return MiB in use: of the whole GPU, or resident memory of this process on CPU.
 
     Args:
-        release: Give unused cached blocks back first, so that what was freed is not counted.
+        release: Give unused cached blocks of a GPU back first: what was freed must not count.
     """
-    if release:
-        gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         if release:
+            gc.collect()
             torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**20

@@ -11,7 +11,7 @@ many together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -170,28 +170,3 @@ def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Digest whole tensors; name -> digest, in the order given."""
     parts = partials_of_tensors(TensorBlock(tensor, name) for name, tensor in tensors.items())
     return {part.name: part.hexdigest() for part in parts}
-
-
-def digested(
-    tensors: Iterable[tuple[str, torch.Tensor]], digests: dict[str, str], *, group_mib: int = 256
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) on, with its digest in `digests` by the time it comes.
-
-    For a stream that is not to be held as a whole: tensors are digested in groups.
-
-    Args:
-        tensors: Whole tensors.
-        digests: Filled, name -> digest.
-        group_mib: A group is closed when it holds this much; it decides no bit.
-    """
-    group: dict[str, torch.Tensor] = {}
-    held = 0
-    for name, tensor in tensors:
-        group[name] = tensor
-        held += tensor.numel() * tensor.element_size()
-        if held >= group_mib << 20:
-            digests |= digest_tensors(group)
-            yield from group.items()
-            group, held = {}, 0
-    digests |= digest_tensors(group)
-    yield from group.items()

@@ -62,7 +62,7 @@ class Resident:
             _bytes(storage).copy_(held)
         self._held = []
         self.is_asleep = False
-        return {"before_mib": before, "after_mib": process_memory(release=True)}
+        return {"before_mib": before, "after_mib": process_memory()}
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -51,7 +51,7 @@ def test_two_gpus_on_cpu(tmp_path: Path) -> None:
     for algorithm in ("Ring", "Tree"):
         assert found["launches"][f"{algorithm}, 2 launches"]["different outcomes"] == 1
     assert found["launches"]["trainer's variables, from inside"]["variables"]["NCCL_ALGO"] == "Ring"
-    assert found["float64"]["float32 on two ranks against float64"]["holds"]
+    assert found["float64"]["float32 on 2 ranks against float64"]["holds"]
 
 
 def test_one_gpu_on_cpu(tmp_path: Path) -> None:

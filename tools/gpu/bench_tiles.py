@@ -84,7 +84,7 @@ def measure_weight_gradient(k: int, n: int, rows: int) -> dict[str, dict[str, fl
         name = f"{tile.rows}x{tile.columns} {tile.warps}w {tile.stages}s"
         total = torch.zeros(n, k, dtype=torch.float32, device="cuda")
         try:
-            add_weight_gradient(total, gradient, x, tile=tile)
+            add_weight_gradient(total, gradient, x, fresh=True, tile=tile)
         except Exception as error:
             print(f"  {name}: {type(error).__name__}")
             continue
@@ -92,7 +92,9 @@ def measure_weight_gradient(k: int, n: int, rows: int) -> dict[str, dict[str, fl
             first = total.clone()
         if not torch.equal(first, total):
             raise SystemExit(f"{name} has other bits in the weight gradient {rows} x {k} x {n}")
-        us = median_us(lambda t=tile, s=total: add_weight_gradient(s, gradient, x, tile=t))
+        us = median_us(
+            lambda t=tile, s=total: add_weight_gradient(s, gradient, x, fresh=True, tile=t)
+        )
         times[name] = {"us": us, "TFLOP/s": 2e-6 * rows * k * n / us}
     return times
 

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engines import guard
 from engines.cluster import Cluster, EngineHandle, gather
-from engines.contracts import Prompt, Sample, StepRecord
+from engines.contracts import PROBES, Prompt, Sample, StepRecord
 from engines.loop import DrawnStep, StepOutcome, initial_push, sample_requests, train_step
 from engines.placement import (
     Gpu,
@@ -200,6 +201,7 @@ def processes(world: World, spec: RunSpec, *, name: str, with_engines: bool) -> 
     store = spec.execution.object_store_mib
     with Cluster(name.replace(" ", "-"), num_cpus=count, object_store_mib=store) as cluster:
         started = Processes(cluster, spec, with_engines=with_engines)
+        guard.look()
         if not Path(world.masters).is_dir():
             write = "tools.gpu.legs:write_model"
             arguments = (world.model, world.masters, world.base.model_dump_json())
@@ -366,7 +368,7 @@ def first_difference(a: Digests, b: Digests, *, ignoring: Sequence[str] = ()) ->
     common = [key for key in a if key in b and not key.endswith(".-1")]
     assert common, f"no step in common: {sorted(a)} and {sorted(b)}"
     for key in common:
-        for probe in a[key].keys() | b[key].keys():
+        for probe in PROBES:
             if probe in ignoring:
                 continue
             left, right = a[key].get(probe, {}), b[key].get(probe, {})

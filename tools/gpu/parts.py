@@ -22,8 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from engines import guard
 from tools.gpu.legs import Leg, World, as_json, first_difference
 
+SHOWN = 600
+"""Characters of a result that are printed; the file has all."""
 Results = Iterator[tuple[str, Any]]
 
 
@@ -33,6 +36,7 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self.device: str = options.device
         self.scratch = Path(options.scratch)
+        self.ranks = int(options.ranks)
         shape = options.shape or ("tiny_cpu" if self.device == "cpu" else "gsm8k_smollm2_135m")
         self.world = World.make(shape=shape, device=self.device, folder=self.scratch / shape)
         self.options = options
@@ -80,6 +84,7 @@ def main(parts: Parts, *, description: str, module: str) -> None:
     parser.add_argument("--shape", help="recipe whose model is used")
     parser.add_argument("--scratch", default=str(Path(tempfile.gettempdir()) / "lockstep-gpu"))
     parser.add_argument("--out", default="gpu-parts.json")
+    parser.add_argument("--ranks", default="2", help="most ranks, one a GPU: a power of two")
     parser.add_argument("--patience", type=float, default=1.0, help="times every limit")
     parser.add_argument("--inside", action="store_true", help="run the one part here")
     options = parser.parse_args()
@@ -95,7 +100,7 @@ def outside(options: argparse.Namespace, name: str, *, limit: float, module: str
     """Run a part in a process group of its own, and end all of it at the limit."""
     limit *= options.patience
     program = [sys.executable, "-m", module, "--inside", "--parts", name]
-    for key in ("device", "scratch", "out", "shape"):
+    for key in ("device", "scratch", "out", "shape", "ranks"):
         value = getattr(options, key)
         program += [f"--{key}", value] if value is not None else []
     began = time.perf_counter()
@@ -107,6 +112,8 @@ def outside(options: argparse.Namespace, name: str, *, limit: float, module: str
     finally:
         _end_group(process)
     seconds = round(time.perf_counter() - began, 1)
+    if code is None:
+        time.sleep(guard.GRACE_S + guard.TERMINATE_S)
     ended = "at its limit" if code is None else f"with {code}"
     tell(options.out, name, "ended", {"how": ended, "seconds": seconds, "limit": limit})
 
@@ -121,6 +128,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 def inside(options: argparse.Namespace, parts: Parts) -> None:
     """Run one part here and tell each of its results."""
+    guard.start()  # Ray's daemons are in groups of their own, and have to end with this process
     run = Run(options)
     for name, found in parts[options.parts][0](run):
         tell(options.out, options.parts, name, found)
@@ -128,7 +136,7 @@ def inside(options: argparse.Namespace, parts: Parts) -> None:
 
 def tell(out: str, part: str, name: str, found: Any) -> None:
     """Print one result and add it to the file."""
-    print(as_json({"part": part, "what": name, "found": found})[:4000], flush=True)
+    print(f"{part}: {name}: {as_json(found)}"[:SHOWN], flush=True)
     path = Path(out)
     everything = json.loads(path.read_text()) if path.exists() else {}
     everything.setdefault(part, {})[name] = json.loads(as_json(found))

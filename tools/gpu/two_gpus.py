@@ -1,7 +1,7 @@
 """Trainer and rollout on several GPUs: the same bits as on one? Parts, each with a time limit.
 
     python3 -m tools.gpu.two_gpus [--device cuda] [--parts reference,separate,...] [--out OUT.json]
-        [--scratch FOLDER] [--shape RECIPE]
+        [--scratch FOLDER] [--shape RECIPE] [--ranks 2]
 
 With `--device cpu` the same parts run on gloo and a tiny model.
 
@@ -9,10 +9,10 @@ With `--device cpu` the same parts run on gloo and a tiny model.
 - `separate`: trainer on one GPU, vLLM on the other, weights over NCCL, engine started with dummy
   weights; twice.
 - `engines`: two ranks, two engines.
-- `ranks`: FSDP2 and Megatron on one and two ranks over the reference's rollouts, checkpoints
-  resumed on the other number of ranks, the stock reduction beside it.
+- `ranks`: FSDP2 and Megatron on one rank and on up to `--ranks` over the reference's rollouts,
+  checkpoints resumed on the other number of ranks, the stock reduction beside it.
 - `launches`: NCCL's variables from inside, Ring and Tree in 20 launches each.
-- `float64`: one float32 step on two ranks against float64.
+- `float64`: one float32 step on `--ranks` ranks against float64.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def ranks(run: Run) -> Results:
     saved = run.scratch / f"checkpoints-{time.time_ns()}"
     states: dict[str, str] = {}
     with processes(
-        run.world, run.world.spec(trainer_ranks=2), name="ranks", with_engines=False
+        run.world, run.world.spec(trainer_ranks=run.ranks), name="ranks", with_engines=False
     ) as started:
 
         def job(trainer: str, size: int, *, origin: str = "", reduction: str = "tree") -> Leg:
@@ -113,19 +113,19 @@ def ranks(run: Run) -> Results:
             }
 
         for trainer in ("fsdp2", "megatron"):
-            for size in (1, 2):
+            for size in (1 << level for level in range(run.ranks.bit_length())):
                 yield from tried(
                     f"{trainer}, {size} ranks", lambda t=trainer, n=size: told(job(t, n))
                 )
-            for size, other in ((2, 1), (1, 2)):
+            for size, other in ((run.ranks, 1), (1, run.ranks)):
                 yield from tried(
                     f"{trainer}, written on {size}, resumed on {other}",
                     lambda t=trainer, n=size, m=other: told(job(t, m, origin=f"{t}-{n}-tree")),
                 )
         for turn in (1, 2):
             yield from tried(
-                f"fsdp2, 2 ranks, stock reduction, run {turn}",
-                lambda: told(job("fsdp2", 2, reduction="stock")),
+                f"fsdp2, {run.ranks} ranks, stock reduction, run {turn}",
+                lambda: told(job("fsdp2", run.ranks, reduction="stock")),
             )
 
 
@@ -162,13 +162,13 @@ def _launch(run: Run, env: dict[str, str]) -> dict[str, Any]:
     ends = [f"file://{folder}/rendezvous", str(folder / "out.json"), "--device", run.device]
     started = [
         subprocess.Popen(
-            [*program, str(rank), "2", *ends],
+            [*program, str(rank), str(run.ranks), *ends],
             env={**os.environ, **env, "NCCL_DEBUG_FILE": str(log)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in (0, 1)
+        for rank in range(run.ranks)
     ]
     for process in started:
         _, errors = process.communicate(timeout=120)
@@ -188,7 +188,10 @@ def float64(run: Run) -> Results:
     """One float32 step on two ranks of a shape against float64 on one GPU."""
     from tools.gpu.float64_ranks import compare
 
-    yield "float32 on two ranks against float64", compare(run.scratch, device=run.device)
+    yield (
+        f"float32 on {run.ranks} ranks against float64",
+        compare(run.scratch, device=run.device, ranks=run.ranks),
+    )
 
 
 PARTS: Parts = {

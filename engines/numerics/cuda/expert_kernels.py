@@ -64,8 +64,8 @@ def expert_matmul_kernel(
 def expert_weight_gradient_kernel(
     gradient_ptr, x_ptr, total_ptr, place_ptr, chunk_ptr, gradient_index_ptr, x_index_ptr, n, k,
     gradient_row, x_row,
-    GATHER_GRADIENT: tl.constexpr, GATHER_X: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    GATHER_GRADIENT: tl.constexpr, GATHER_X: tl.constexpr, FRESH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add `gradient.T @ x` over one expert's places to `total`, chunk by chunk.
 
@@ -77,7 +77,9 @@ def expert_weight_gradient_kernel(
     inner = (tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)).to(tl.int64)
     cell = total_ptr + expert.to(tl.int64) * n * k + output[:, None] * k + inner[None, :]
     inside = (output < n)[:, None] & (inner < k)[None, :]
-    total = tl.load(cell, mask=inside, other=0.0)
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    if not FRESH:
+        total = tl.load(cell, mask=inside, other=0.0)
     for chunk in range(tl.load(chunk_ptr + expert), tl.load(chunk_ptr + expert + 1)):
         place = tl.load(place_ptr + chunk * ROWS + tl.arange(0, ROWS))
         present = place >= 0

@@ -203,15 +203,16 @@ def _weight_gradient(
     """Return float32 gradients of all experts' matrices, `[E, N, K]`; goes on from `total`."""
     places, first_chunk = chunks
     experts, n, k = len(first_chunk) - 1, gradient.shape[1], x.shape[1]
+    fresh = total is None
     if total is None:
-        total = torch.zeros(experts, n, k, dtype=torch.float32, device=x.device)
-    if x.numel() and gradient.numel():
+        total = torch.empty(experts, n, k, dtype=torch.float32, device=x.device)
+    if total.numel():
         columns, stages = (64, 2) if x.dtype == torch.float32 else (128, 3)
         grid = (experts, triton.cdiv(n, columns), triton.cdiv(k, columns))
         expert_weight_gradient_kernel[grid](
             gradient, x, total, places, first_chunk, gradient_index, x_index, n, k,
             gradient.stride(0), x.stride(0), GATHER_GRADIENT=gradient_index is not None,
-            GATHER_X=x_index is not None, BLOCK_N=columns, BLOCK_K=columns, ROWS=CHUNK,
+            GATHER_X=x_index is not None, FRESH=fresh, BLOCK_N=columns, BLOCK_K=columns, ROWS=CHUNK,
             PRECISION="ieee", num_warps=8, num_stages=stages,
         )  # fmt: skip
     return total

@@ -77,9 +77,10 @@ def linear_weight_gradient(
         total: float32 `[N, K]` to go on from, changed in place; None starts from zero. Going on
             after a multiple of 64 rows gives the bits of one call over all rows.
     """
+    fresh = total is None
     if total is None:
-        total = torch.zeros(gradient.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
-    add_weight_gradient(total, gradient, x)
+        total = torch.empty(gradient.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
+    add_weight_gradient(total, gradient, x, fresh=fresh)
     return total
 
 

@@ -408,8 +408,6 @@ class _HeadLogprobs(torch.autograd.Function):
         upstream = torch.zeros_like(entropy) if of_chosen is None else of_chosen
         of_hidden = torch.empty_like(hidden)
         of_weight = ctx.sums.total(0)
-        if of_weight is None:
-            of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, hidden.shape[0], ctx.chunk_rows):
             rows = slice(start, start + ctx.chunk_rows)
             of_logits = _logits_gradient(
@@ -421,5 +419,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 ctx.temperature,
             )
             of_hidden[rows] = linear_input_gradient((of_logits,), (weight,))
-            linear_weight_gradient(of_logits, hidden[rows], total=of_weight)
+            of_weight = linear_weight_gradient(of_logits, hidden[rows], total=of_weight)
+        if of_weight is None:  # no rows
+            of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         return of_hidden, ctx.sums.rounded(0, of_weight, weight.dtype), None, None, None
