@@ -182,7 +182,8 @@ def undeclared_imports(files: list[Path], declared: set[str]) -> set[str]:
 
 def test_every_import_of_the_four_packages_is_declared(tmp_path: Path) -> None:
     extras = project()["project"]["optional-dependencies"]
-    texts = [*project()["project"]["dependencies"], *extras["cpu"], *extras["cpu-without-vllm"]]
+    extra = [*extras["cpu"], *extras["cpu-without-vllm"], *extras["cuda"]]
+    texts = [*project()["project"]["dependencies"], *extra]
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     files = [file for name in PACKAGES for file in (ROOT / name).rglob("*.py")]
     assert undeclared_imports(files, declared) == set()
