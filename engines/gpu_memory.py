@@ -2,7 +2,8 @@
 
 Invariant: a stage begins only where every process on a GPU is one of the leg's own engines or was
 there before the first leg, and a leg only where the memory in use has come back to what it was
-then. A process that has just been ended is waited for. Reads `nvidia-smi`; loads nothing.
+then. A process that has just been ended is waited for. Only GPUs that `CUDA_VISIBLE_DEVICES` leaves
+count: the others are somebody else's. Reads `nvidia-smi`; loads nothing.
 
     baseline = Baseline()                        # before the first engine is started
     baseline.require_free(what="leg a")          # no engine of ours is there
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from engines.placement import node_gpus
 from model_specs.errors import EngineError
 
 SLACK_MIB = 256
@@ -29,7 +31,7 @@ class Usage:
     """Memory in use at one moment."""
 
     used_mib: tuple[int, ...]
-    """A number for each GPU."""
+    """A number for each GPU, in the order of PCI bus ids."""
     processes: Mapping[int, int]
     """Process id -> MiB, of all that hold memory of a GPU."""
 
@@ -40,11 +42,13 @@ def read_usage() -> Usage:
     Raises:
         EngineError: It is not there or does not answer.
     """
+    ours = [uuid for _, _, uuid in node_gpus()]
     processes: dict[int, int] = {}
-    for pid, used in _query("--query-compute-apps=pid,used_memory"):
-        processes[int(pid)] = processes.get(int(pid), 0) + _number(used)
-    used_mib = tuple(_number(used) for (used,) in _query("--query-gpu=memory.used"))
-    return Usage(used_mib=used_mib, processes=processes)
+    for pid, used, uuid in _query("--query-compute-apps=pid,used_memory,gpu_uuid"):
+        if uuid in ours:
+            processes[int(pid)] = processes.get(int(pid), 0) + _number(used)
+    used_mib = {uuid: _number(used) for used, uuid in _query("--query-gpu=memory.used,uuid")}
+    return Usage(used_mib=tuple(used_mib[uuid] for uuid in ours), processes=processes)
 
 
 def _query(what: str) -> list[list[str]]:

@@ -57,12 +57,18 @@ def test_memory_without_a_visible_process_is_a_fault_of_a_leg_too() -> None:
         baseline.require_free(what="leg b")
 
 
-def test_what_nvidia_smi_says_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nvidia_smi_says_of_the_visible_gpus_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {
-        "--query-compute-apps=pid,used_memory": [["12", "100"], ["12", "50"], ["13", "[N/A]"]],
-        "--query-gpu=memory.used": [["151"], ["0"]],
+        "--query-compute-apps=pid,used_memory,gpu_uuid": [
+            ["12", "100", "GPU-a"],
+            ["12", "50", "GPU-b"],
+            ["13", "[N/A]", "GPU-a"],
+            ["14", "500", "GPU-hidden"],
+        ],
+        "--query-gpu=memory.used,uuid": [["151", "GPU-a"], ["0", "GPU-b"], ["500", "GPU-hidden"]],
     }
     monkeypatch.setattr(gpu_memory, "_query", said.__getitem__)
+    monkeypatch.setattr(gpu_memory, "node_gpus", lambda: [("00", 0, "GPU-a"), ("01", 1, "GPU-b")])
     assert gpu_memory.read_usage() == Usage(used_mib=(151, 0), processes={12: 150, 13: 0})
 
 
