@@ -11,6 +11,7 @@ With `--device cpu` the same parts run on gloo and a tiny model.
 - `engines`: two ranks, two engines.
 - `ranks`: FSDP2 and Megatron on one rank and on up to `--ranks` over the reference's rollouts,
   checkpoints resumed on the other number of ranks, the stock reduction beside it.
+- `widest`: those trainers on `--ranks` ranks alone.
 - `launches`: NCCL's variables from inside, Ring and Tree in 20 launches each.
 - `float64`: one float32 step on `--ranks` ranks against float64.
 """
@@ -70,7 +71,17 @@ def engines(run: Run) -> Results:
 
 
 def ranks(run: Run) -> Results:
-    """Trainers alone on the reference's rollouts."""
+    """Trainers alone on the reference's rollouts, on 1, 2, ... ranks; resumed; stock beside."""
+    sizes = tuple(1 << level for level in range(run.ranks.bit_length()))
+    yield from _trainers_alone(run, sizes, is_whole=True)
+
+
+def widest(run: Run) -> Results:
+    """The same on the most ranks alone, where time is short."""
+    yield from _trainers_alone(run, (run.ranks,), is_whole=False)
+
+
+def _trainers_alone(run: Run, sizes: tuple[int, ...], *, is_whole: bool) -> Results:
     drawn = run.reference().drawn
     saved = run.scratch / f"checkpoints-{time.time_ns()}"
     states: dict[str, str] = {}
@@ -113,16 +124,16 @@ def ranks(run: Run) -> Results:
             }
 
         for trainer in ("fsdp2", "megatron"):
-            for size in (1 << level for level in range(run.ranks.bit_length())):
+            for size in sizes:
                 yield from tried(
                     f"{trainer}, {size} ranks", lambda t=trainer, n=size: told(job(t, n))
                 )
-            for size, other in ((run.ranks, 1), (1, run.ranks)):
+            for size, other in ((run.ranks, 1), (1, run.ranks)) if is_whole else ():
                 yield from tried(
                     f"{trainer}, written on {size}, resumed on {other}",
                     lambda t=trainer, n=size, m=other: told(job(t, m, origin=f"{t}-{n}-tree")),
                 )
-        for turn in (1, 2):
+        for turn in (1, 2) if is_whole else ():
             yield from tried(
                 f"fsdp2, {run.ranks} ranks, stock reduction, run {turn}",
                 lambda: told(job("fsdp2", run.ranks, reduction="stock")),
@@ -199,6 +210,7 @@ PARTS: Parts = {
     "separate": (separate, 130),
     "engines": (engines, 90),
     "ranks": (ranks, 150),
+    "widest": (widest, 100),
     "launches": (launches, 120),
     "float64": (float64, 100),
 }
