@@ -9,6 +9,7 @@ import torch
 
 from engines.numerics.experts import expert_mlp as cpu_expert_mlp
 from engines.numerics.router import route as cpu_route
+from engines.numerics.slot_sums import SlotSums
 
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 """The interpreter multiplies and rounds bfloat16 wrongly; the kernels take either."""
@@ -170,3 +171,17 @@ def test_gradients_do_not_see_what_is_packed_together(device):
     for first, second, both in zip(*(found[3:] for found in alone), packed[3:], strict=True):
         assert error(first + second, both.cpu()) < 1e-6
         assert not torch.equal(first, both)
+    # Run one after the other as parts of one slot: no chunk of rows reaches across a boundary.
+    sums, leaves = SlotSums(), []
+    for number, (row, upstream) in enumerate(zip(rows, upstreams, strict=True)):
+        weights, experts = cpu_route(row[:, :EXPERTS], top_k=2, normalise=True)
+        leaves = [matrix.to(device).requires_grad_() for matrix in matrices(torch.float32)]
+        with sums.part(last=number == 1):
+            out = cuda.expert_mlp(
+                row.to(device), experts.to(device), weights.to(device), *parts(leaves)
+            )
+            out.backward(upstream.to(device))
+        assert all((leaf.grad is None) == (number == 0) for leaf in leaves)
+    for leaf, both in zip(leaves, packed[3:], strict=True):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, both)
