@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engines.gpu_memory import Baseline
+from engines.gpu_memory import Baseline, read_usage
 from model_specs.errors import EngineError
 
 HOLD = (
@@ -18,19 +18,20 @@ HOLD = (
 
 def test_a_process_that_holds_memory_is_named_and_its_end_is_waited_for() -> None:
     at_once, patient = Baseline(wait_s=0.0), Baseline(wait_s=30.0)
-    at_once.require_free(what="leg a")
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(EngineError, match=rf"process .*{holder.pid} \("):
-            at_once.require_only((), what="stage train")
-        at_once.require_only({holder.pid}, what="stage train")
-        with pytest.raises(EngineError, match=r"GPU \d has \d+ MiB in use"):
-            at_once.require_free(what="leg b")
+        held = read_usage().processes
+        assert held[holder.pid] > 1024
+        # Other programs may be on this GPU; they are none of this test's.
+        others = held.keys() - {holder.pid}
+        with pytest.raises(EngineError, match=rf"process {holder.pid} \(\d+ MiB\) still holds"):
+            at_once.require_only(others, what="stage train")
+        at_once.require_only(held, what="stage train")
     finally:
         holder.kill()
         holder.wait()
-    patient.require_free(what="leg b")
+    patient.require_only(others, what="leg b")
