@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engines.contracts import ArtifactRef
-from engines.drill.bench import Bench, shown_first
+from engines.drill.bench import Bench
 from engines.drill.catalogue import chosen_faults
 from engines.drill.fault import CATCHERS, Fault, Finding, Outcome
 from engines.runs import write_json
@@ -35,14 +35,19 @@ def drill(
     bench.prepare(weights)
     faults = chosen_faults(names)
     logger.info("%-42s %-16s %s", "fault", "caught by", "where")
-    alarms = _controls(bench, faults)
+    controls = _controls(faults)
+    alarms = [alarm for control in controls for alarm in bench.control(control)]
     rows = []
     for fault in faults:
         outcome = bench.attempt(fault)
         rows.append(_row(fault, outcome))
         _show(fault, outcome)
-    alarms += _controls(bench, faults)
-    result = {"faults": rows, "false_alarms": [_finding(alarm) for alarm in alarms]}
+    alarms += [alarm for control in controls for alarm in bench.control(control)]
+    result = {
+        "faults": rows,
+        "num_controls": 2 * len(controls),
+        "false_alarms": [_finding(alarm) for alarm in alarms],
+    }
     write_json(session(session_name).run_dir / DRILL_FILE, result)
     return result
 
@@ -62,12 +67,9 @@ def _bench(session_name: str, model: ArtifactRef, data: ArtifactRef) -> Bench:
     )
 
 
-def _controls(bench: Bench, faults: Sequence[Fault]) -> list[Finding]:
-    """Run each kind of course once without a fault; everything that is found is a false alarm."""
-    kinds = {
-        (fault.overrides, max(f.steps for f in faults), _looks(fault)): fault for fault in faults
-    }
-    return [finding for fault in kinds.values() for finding in bench.control(fault)]
+def _controls(faults: Sequence[Fault]) -> tuple[Fault, ...]:
+    """One fault for each kind of course; without the fault, all that its course finds is false."""
+    return tuple({(f.overrides, f.steps, _looks(f)): f for f in faults}.values())
 
 
 def _looks(fault: Fault) -> frozenset[str]:
@@ -77,21 +79,19 @@ def _looks(fault: Fault) -> frozenset[str]:
 
 
 def _show(fault: Fault, outcome: Outcome) -> None:
-    found = shown_first(fault, outcome)
-    if outcome.caught and found is not None:
-        logger.info("%-42s %-16s %s", fault.name, found.by, found.where)
-        return
-    logger.info("%-42s MISSED: %s", fault.name, "; ".join(outcome.missed))
+    if outcome.caught:
+        logger.info("%-42s %-16s %s", fault.name, fault.caught[0].by, outcome.where)
+    else:
+        logger.info("%-42s MISSED: %s", fault.name, "; ".join(outcome.missed))
 
 
 def _row(fault: Fault, outcome: Outcome) -> dict[str, Any]:
-    found = shown_first(fault, outcome)
     return {
         "fault": fault.name,
         "does": fault.does,
         "caught": outcome.caught,
-        "by": found.by if found else None,
-        "where": found.where if found else None,
+        "by": fault.caught[0].by if outcome.where else None,
+        "where": outcome.where,
         "missed": list(outcome.missed),
         "findings": [_finding(finding) for finding in outcome.findings],
         "seconds": round(outcome.seconds, 2),

@@ -7,8 +7,9 @@ name, the comparison with the clean leg, what the processes say of themselves. I
 given engines whose state digest is the checkpoint's and whose stored weights are what was sent;
 without a fault the course finds nothing (`Bench.control`).
 
-    bench = Bench.prepare(trainer=trainer, rollout=rollout, ...)
-    bench.control()
+    bench = Bench(trainer=trainer, rollout=rollout, ...)
+    bench.prepare(weights)
+    assert not bench.control(fault)
     outcome = bench.attempt(fault)
 """
 
@@ -25,14 +26,14 @@ from pathlib import Path
 from engines.cluster import EngineHandle, gather
 from engines.contracts import ArtifactRef, PromptSet, SampleRequest, TrainSample
 from engines.data import prompt_order
-from engines.drill.fault import Catcher, Fault, Finding, Outcome
+from engines.drill.fault import Fault, Finding, Outcome
 from engines.gates.layerwise import compare_layers
 from engines.gates.logprobs import LogprobGate
 from engines.host import load
 from engines.loop import StepOutcome, initial_push, push, sample_requests, steps
 from engines.provenance.diff import compare_ledgers, natural_order
 from engines.provenance.fence import Fence, RunFolder
-from engines.provenance.ledger import LedgerHeader, LedgerWriter, verify_ledger
+from engines.provenance.ledger import LEDGER_FILE, LedgerHeader, LedgerWriter, verify_ledger
 from engines.provenance.verdict import Verdict
 from engines.rollout.group import RolloutGroup
 from engines.runs import write_json, write_spec
@@ -115,10 +116,11 @@ class Bench:
 
     # -- one fault
 
-    def control(self, fault: Fault | None = None) -> tuple[Finding, ...]:
+    def control(self, fault: Fault) -> tuple[Finding, ...]:
         """Run a fault's course without the fault; all that is found is a false alarm."""
+        self.reference(fault.overrides)
         self.restore()
-        return self._course(fault or Fault(name="", place="driver", does="", caught=()))
+        return self._course(fault)
 
     def attempt(self, fault: Fault) -> Outcome:
         """Run the course with the fault, and say what caught it."""
@@ -128,15 +130,20 @@ class Bench:
         sample = self.sample
         with self.broken(fault):
             findings = self._course(fault)
-        missed = [
-            f"{catch.by} at {catch.where}".format(sample=sample)
+        met = {
+            catch: next((f for f in findings if catch.is_met_by(f, sample=sample)), None)
             for catch in fault.caught
-            if not any(catch.is_met_by(finding, sample=sample) for finding in findings)
-        ]
+        }
+        first = met[fault.caught[0]]
         return Outcome(
             fault=fault.name,
             findings=findings,
-            missed=tuple(missed),
+            missed=tuple(
+                f"{catch.by} at {catch.where}".format(sample=sample)
+                for catch, finding in met.items()
+                if finding is None
+            ),
+            where="" if first is None else fault.caught[0].said_at(first).format(sample=sample),
             seconds=time.monotonic() - began,
         )
 
@@ -198,15 +205,16 @@ class Bench:
             return tuple(findings)
         folder = self._new_leg()
         findings += self._drive(folder, fault.overrides, num_steps=fault.steps)
-        findings += _compared(reference, folder)
-        findings += _verified(folder)
+        if (folder / LEDGER_FILE).is_file():  # not where the first thing was refused
+            findings += _compared(reference, folder)
+            findings += _verified(folder)
         return tuple(findings)
 
     def _new_leg(self) -> Path:
         return self.folder / "legs" / f"{next(self.names):03d}"
 
     def _drive(self, folder: Path, overrides: tuple[str, ...], *, num_steps: int) -> list[Finding]:
-        """Resume from the checkpoint and run some steps into a ledger; what was found on the way."""
+        """Resume from the checkpoint, run some steps into a ledger; what was found on the way."""
         spec = apply_overrides(self.spec, overrides)
         fence = RunFolder.create(folder, run_id="drill").new_attempt()
         gate, outcomes = LogprobGate(), []
@@ -355,10 +363,3 @@ def _verified(folder: Path) -> list[Finding]:
     except LockstepError as error:
         return [Finding(by="verify", name=type(error).__name__, detail=str(error))]
     return []
-
-
-def shown_first(fault: Fault, outcome: Outcome) -> Finding | None:
-    """The finding to show a reader: the first that the fault has to be caught by."""
-    order: list[Catcher] = [catch.by for catch in fault.caught]
-    found = [finding for finding in outcome.findings if finding.by in order]
-    return min(found, key=lambda finding: order.index(finding.by), default=None)

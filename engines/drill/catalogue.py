@@ -43,7 +43,7 @@ def _diff(probe: str, name: str | None = None, *, says: str = "") -> Catch:
     return Catch(by="diff", step=FIRST, probe=probe, name=name, says=says)
 
 
-def _gate(name: str | None = None, *, step: int = FIRST, says: str = "log-probs differ") -> Catch:
+def _gate(name: str | None = None, *, step: int = FIRST, says: str = "") -> Catch:
     return Catch(by="log-prob gate", step=step, name=name, says=says)
 
 
@@ -273,7 +273,7 @@ _TRAINING = (
         name="reduction order",
         place="trainer",
         does="slots are added from left to right instead of as a balanced tree",
-        caught=(_diff("grads", EMBEDDING),),
+        caught=(_diff("grads"),),
     ),
     Fault(
         name="gradient not finite",

@@ -47,6 +47,8 @@ CATCHERS: dict[Catcher, str] = {
 }
 """What can catch a fault, and what it is."""
 
+WHOLE = "as a whole"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -63,7 +65,7 @@ class Finding:
     def where(self) -> str:
         """Say the place in a few words."""
         step = None if self.step is None else f"step {self.step}"
-        return ", ".join(part for part in (step, self.probe, self.name) if part) or "as a whole"
+        return ", ".join(part for part in (step, self.probe, self.name) if part) or WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +85,14 @@ class Catch:
     @property
     def where(self) -> str:
         """Say the place in a few words."""
-        place = Finding(by=self.by, step=self.step, probe=self.probe, name=self.name).where
+        return self.said_at(Finding(by=self.by, step=self.step, probe=self.probe, name=self.name))
+
+    def said_at(self, finding: Finding) -> str:
+        """Say the place of a finding that this is met by, with what had to be said there."""
         if not self.says:
-            return place
-        return f'"{self.says}"' if place == "as a whole" else f'{place}: "{self.says}"'
+            return finding.where
+        says = f'"{self.says.strip()}"'
+        return says if finding.where == WHOLE else f"{finding.where}: {says}"
 
     def is_met_by(self, finding: Finding, *, sample: str) -> bool:
         """Whether a finding is of this catcher, at this place, and says so."""
@@ -134,6 +140,8 @@ class Outcome:
     findings: tuple[Finding, ...]
     missed: tuple[str, ...]
     """Catches that were not made."""
+    where: str
+    """Place of the first catch, with what it says; empty where that was not made."""
     seconds: float
 
     @property

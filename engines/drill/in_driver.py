@@ -26,6 +26,7 @@ from engines.drill.bench import AWAY_STEP, START_STEP, Bench
 from engines.drill.live import replaced
 from engines.provenance.diff import natural_order
 from engines.provenance.fence import RunFolder
+from engines.provenance.side_files import encode_value
 
 Breaker = Iterator[None]
 Samples = tuple[Sample, ...]
@@ -179,7 +180,7 @@ def weights_pushed_twice(bench: Bench) -> Breaker:
 
 @contextmanager
 def infinity_clamped_by_a_store(bench: Bench) -> Breaker:
-    generate, encode = bench.rollout.generate, ledger_module.encode_value
+    generate = bench.rollout.generate
 
     def with_infinity(requests: Any) -> Samples:
         samples = generate(requests)
@@ -191,7 +192,7 @@ def infinity_clamped_by_a_store(bench: Bench) -> Breaker:
 
     def clamped(value: Any) -> Any:
         largest = float(np.finfo(np.float32).max)
-        return encode(max(value, -largest) if isinstance(value, float) else value)
+        return encode_value(max(value, -largest) if isinstance(value, float) else value)
 
     with (
         replaced(bench.rollout, "generate", with_infinity),
