@@ -113,7 +113,7 @@ def check_leg(leg):
         name, where = f"step-{step:06d}-{update}", f"{leg.name} step {step} update {update}"
         digests = json.loads((leg / "digests" / f"{name}.json").read_text())
         named = {p: sorted(digests[p].items()) for p in PROBES if p in digests}
-        derived = {p: hashed("root", *(t.encode() for nd in named[p] for t in nd)) for p in named}
+        derived = {p: hashed("root", *(t.encode() for nt in named[p] for t in nt)) for p in named}
         for probe in PROBES:
             require("roots", f"{where} {probe}", line["roots"].get(probe), derived.get(probe))
             if probe in derived:
