@@ -18,7 +18,7 @@ from tasks.drill import drill as drill_stage
 from tasks.session import leg_session
 
 
-@flow(name="drill", flow_run_name="drill-{run_id}")
+@flow(name="drill")
 def drill(
     names: tuple[str, ...] = DRILL, runs_dir: str = "runs", run_id: str | None = None
 ) -> State:

@@ -17,6 +17,7 @@ from typing import Any
 from engines.host import load
 
 _FAULTS = ExitStack()
+_INHERITED = object()
 
 
 def start_fault(engine: Any, breaker: str) -> None:
@@ -37,12 +38,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
     afterwards.
     """
     honest = getattr(owner, name)
-    own = vars(owner).get(name)
+    own = vars(owner).get(name, _INHERITED)
     setattr(owner, name, value)
     try:
         yield honest
     finally:
-        if own is None:
+        if own is _INHERITED:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
