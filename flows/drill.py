@@ -5,7 +5,9 @@ python -m flows.drill
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from prefect import flow
 from prefect.states import Completed, Failed, State
@@ -37,22 +39,25 @@ def drill(
         weights = convert.convert(name, inputs.model)
         train.start_engines(name, inputs.model, inputs.data, weights)
         result = drill_stage(name, inputs.model, inputs.data, weights, names)
+    details = {"run_id": run.run_id, "folder": str(run.folder), **summary(result)}
+    if details["exit_code"] == 0:
+        return Completed(name="Caught", message=details["headline"], data=details)
+    error = RedVerdictError(details["headline"], details=details)
+    return Failed(name="Missed", message=details["headline"], data=error)
+
+
+def summary(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Add headline and exit code to what the drill found: 0 only when nothing is wrong."""
     caught = sum(row["caught"] for row in result["faults"])
-    green = caught == len(names) and not result["false_alarms"]
-    headline = (
-        f"{caught} of {len(names)} faults were caught at their place; "
-        f"{len(result['false_alarms'])} false alarms without a fault"
-    )
-    details = {
-        "run_id": run.run_id,
-        "folder": str(run.folder),
-        "headline": headline,
-        "exit_code": 0 if green else 1,
+    number, alarms = len(result["faults"]), len(result["false_alarms"])
+    return {
         **result,
+        "headline": (
+            f"{caught} of {number} faults were caught at their place; "
+            f"{alarms} false alarms without a fault"
+        ),
+        "exit_code": 0 if caught == number > 0 and not alarms else 1,
     }
-    if green:
-        return Completed(name="Caught", message=headline, data=details)
-    return Failed(name="Missed", message=headline, data=RedVerdictError(headline, details=details))
 
 
 if __name__ == "__main__":

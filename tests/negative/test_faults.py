@@ -6,17 +6,23 @@ each fault the engines are brought back to the checkpoint, and its state digest 
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import ast
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines.drill import live
 from engines.drill.catalogue import DRILL, FAULTS, chosen_faults, drill_spec
 from engines.drill.fault import CATCHERS, Catch, Finding
+from flows.drill import summary
 from model_specs.errors import SpecError
+from tests.flows.command_line import ROOT
 
 SMALLEST_CATALOGUE = 40
+DRILL_FOLDER = Path(live.__file__).parent
 
 
 @pytest.mark.slow
@@ -54,14 +60,12 @@ def test_what_only_a_comparison_can_see_leaves_the_gates_green(drilled: dict[str
 def test_the_catalogue_is_large_enough_and_every_breaker_is_there() -> None:
     assert len(FAULTS) >= SMALLEST_CATALOGUE
     assert len(DRILL) == 10
-    broken: set[str] = set()
-    for place in ("driver", "trainer", "rollout"):
-        module = importlib.import_module(f"engines.drill.in_{place}")
-        broken |= {
-            f"{module.__name__}:{name}"
-            for name, function in inspect.getmembers(module, inspect.isfunction)
-            if function.__module__ == module.__name__ and not name.startswith("_")
-        }
+    broken = {
+        f"engines.drill.in_{place}:{item.name}"
+        for place in ("driver", "trainer", "rollout")
+        for item in ast.parse((DRILL_FOLDER / f"in_{place}.py").read_text(encoding="utf-8")).body
+        if isinstance(item, ast.FunctionDef) and not item.name.startswith("_")
+    }
     assert broken == {fault.breaker for fault in FAULTS.values()}
     drill_spec()
 
@@ -83,6 +87,19 @@ def test_a_catch_is_met_by_its_catcher_at_its_place_alone() -> None:
         assert not catch.is_met_by(Finding(**changed), sample="3/x/0"), field
 
 
+def test_the_drill_ends_with_0_only_when_nothing_is_wrong() -> None:
+    caught, missed = {"caught": True}, {"caught": False}
+    alarm = {"by": "diff", "where": "step 3"}
+    for faults, alarms, code in (
+        ([caught, caught], [], 0),
+        ([caught, missed], [], 1),
+        ([caught], [alarm], 1),
+        ([], [], 1),
+    ):
+        found = summary({"faults": faults, "false_alarms": alarms})
+        assert found["exit_code"] == code, found
+
+
 def test_every_catcher_is_described_and_needed() -> None:
     used = {catch.by for fault in FAULTS.values() for catch in fault.caught}
     assert used == set(CATCHERS)
@@ -91,3 +108,13 @@ def test_every_catcher_is_described_and_needed() -> None:
 def test_an_unknown_fault_is_refused_with_those_there_are() -> None:
     with pytest.raises(SpecError, match="no fault 'gravity'; there are: token changed"):
         chosen_faults(("gravity",))
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "drill", "--fault", "gravity"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no fault 'gravity'" in done.stderr
