@@ -37,6 +37,10 @@ class EngineHandle:
         """Run `package.module:function` in the engine's process; returns a reference at once."""
         return self.actor.run.remote(import_path, *args, **kwargs)
 
+    def on_engine(self, import_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Run `package.module:function` on the engine object; returns a reference at once."""
+        return self.actor.on_engine.remote(import_path, *args, **kwargs)
+
 
 def gather(references: Sequence[Any], *, what: str, timeout_s: float = 1800.0) -> list[Any]:
     """Wait for all references and return their values in the order given.

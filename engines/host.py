@@ -53,6 +53,10 @@ class Host:
         """Run a function in this process."""
         return load(import_path)(*args, **kwargs)
 
+    def on_engine(self, import_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a function on the engine itself, as its first argument."""
+        return load(import_path)(self.engine, *args, **kwargs)
+
     def identity(self) -> dict[str, float | int]:
         """Return pid and start time (seconds since the epoch) of this process."""
         return {"pid": os.getpid(), "started_at": self.started_at}

@@ -1,4 +1,4 @@
-"""The command line: run, resume, fork, export, verify, diff, show, doctor.
+"""The command line: run, resume, fork, export, verify, diff, show, drill, doctor.
 
 Every command ends with the exit code of its verdict. Nothing heavy is imported before a command
 needs it: `diff`, `show` and `doctor` load neither Prefect nor torch.
@@ -279,6 +279,40 @@ def show(run: str, *, runs_dir: RunsDir = Path("runs"), json: Json = False) -> i
     from flows import console
 
     return console.show_run(run, runs_dir=runs_dir, as_json=json)
+
+
+@app.command
+def drill(
+    *,
+    fault: tuple[str, ...] = (),
+    every: Annotated[bool, Parameter(name="--all", negative=())] = False,
+    runs_dir: RunsDir = Path("runs"),
+    run_id: str | None = None,
+    json: Json = False,
+) -> int:
+    """Break ten live things on purpose, one after another, and show what catches each, and where.
+
+    The exit code is 0 only when every fault was caught at its place and a clean run found nothing.
+
+    Parameters
+    ----------
+    fault
+        Run this fault instead. Repeatable; docs/faults.md lists all.
+    every
+        Run all faults.
+    run_id
+        Name of the new run folder.
+    """
+    from engines.drill.catalogue import DRILL, FAULTS, chosen_faults
+
+    names = tuple(FAULTS) if every else fault or DRILL
+    chosen_faults(names)  # a mistake is refused before anything is started
+    prepare_process(json)
+    from flows import console
+    from flows.drill import drill as drill_flow
+
+    state = drill_flow(names, runs_dir=str(runs_dir), run_id=run_id, return_state=True)
+    return console.show_drill(state, as_json=json)
 
 
 @app.command

@@ -67,6 +67,29 @@ def show_export(state: Any, *, as_json: bool) -> int:
     return 0
 
 
+def show_drill(state: Any, *, as_json: bool) -> int:
+    """Print what a drill caught; 0 only when that is everything, and nothing without a fault."""
+    details = state.result(raise_on_failure=False)
+    details = getattr(details, "details", details)
+    if isinstance(details, LockstepError):
+        raise details
+    if not isinstance(details, Mapping):
+        if isinstance(details, BaseException):
+            traceback.print_exception(details)
+        ERR.print(f"The flow ended as {state.name}: {state.message}")
+        return 1
+    if as_json:
+        OUT.print_json(json.dumps(details))
+        return int(details["exit_code"])
+    for alarm in details["false_alarms"]:
+        OUT.print(
+            f"FALSE ALARM without a fault: {alarm['by']}, {alarm['where']}: {alarm['detail']}"
+        )
+    OUT.print(details["headline"])
+    OUT.print(f"run folder    {details['folder']}")
+    return int(details["exit_code"])
+
+
 def show_run(run: str, *, runs_dir: Path, as_json: bool) -> int:
     """Print a run that exists; the exit code is that of its verdict."""
     folder = open_run(run, runs_dir)

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from engines import contracts, metrics
+from engines.drill.catalogue import FAULTS
+from engines.drill.fault import CATCHERS
 from engines.provenance import ledger
 from engines.provenance.verdict import Verdict
 from engines.train.registry import CAPABILITIES
@@ -48,6 +50,21 @@ PROBE_MEANINGS: Mapping[str, str] = {
     "sent": "what the trainer sent, in the wire dtype",
     "received": "what the rollout engine holds, read from its own storage",
 }
+
+FAULTS_TEXT = """\
+Evidence is worth what it catches. Each fault here is put into a live thing: the real trainer, the
+real rollout engine, the driver's loop, a real checkpoint or ledger. It has to be caught by what is
+named, at the place that is named; the test suite runs all of them. A course resumes from the
+checkpoint of step 2, so its first step is 3.
+
+    lockstep drill                     # ten of them, on a CPU within five minutes
+    lockstep drill --all
+    lockstep drill --fault "torn file"
+
+The exit code is 0 only when every fault was caught at its place and the same courses without a
+fault, before and after, found nothing. What users of other systems met, and what stands against it
+here: [public fault reports](public-fault-reports.md).
+"""
 
 
 def run_spec_page() -> str:
@@ -139,7 +156,31 @@ def out_of_scope_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def faults_page() -> str:
+    """Every fault of the drill, what catches it and where."""
+    lines = ["# Faults", "", NOTE, FAULTS_TEXT, "## What catches", ""]
+    lines += ["| by | is |", "| --- | --- |"]
+    lines += [f"| {by} | {_cell(text)} |" for by, text in CATCHERS.items()]
+    lines += ["", f"## The {len(FAULTS)} faults", ""]
+    lines += [
+        "**Bold**: one of the ten that `lockstep drill` runs. `S` is a sample of the step.",
+        "",
+    ]
+    lines += [
+        "| fault | in | what is done | caught by | where |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for fault in FAULTS.values():
+        name = f"**{fault.name}**" if fault.in_drill else fault.name
+        by = "<br>".join(catch.by for catch in fault.caught)
+        where = "<br>".join(catch.where.format(sample="S") for catch in fault.caught)
+        row = (name, fault.place, fault.does, by, where)
+        lines.append(f"| {' | '.join(_cell(cell) for cell in row)} |")
+    return "\n".join(lines) + "\n"
+
+
 PAGES = {
+    "../faults.md": faults_page,
     "../out-of-scope.md": out_of_scope_page,
     "run-spec.md": run_spec_page,
     "metrics.md": metrics_page,

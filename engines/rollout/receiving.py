@@ -41,6 +41,10 @@ class ReceivesWeights:
     _llm: Any
     _version: str | None
     _receiver: Receiver | None = None
+    _buckets = 0
+    """Of the push that goes on."""
+    _due = 0
+    """Bucket that has to come next."""
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -80,15 +84,22 @@ class ReceivesWeights:
                 "to the wire dtype, the engine never does"
             )
         self._receiver.begin(layout, attachment)
+        self._buckets, self._due = len(layout), 0
         self._llm.start_weight_update()
 
     def take_bucket(self, index: int, payload: Any = None) -> int:
         """Copy one bucket into the model; return its index when it may be overwritten.
 
         Raises:
-            EngineError: vLLM's loader left out a tensor.
+            EngineError: It is not the bucket that is due, or vLLM's loader left out a tensor.
         """
         assert self._receiver is not None, "take_bucket before begin_push"
+        if index != self._due:
+            raise EngineError(
+                f"bucket {index} of the push arrived where {self._due} was due, so one is there "
+                "twice or missing; the driver gives every engine every bucket once, in order"
+            )
+        self._due += 1
         tensors = self._receiver.take(index, payload)
         self._llm.update_weights({"update_info": {"tensors": tensors}})
         if not self._on_cpu:  # the copies have only been launched
@@ -106,9 +117,14 @@ class ReceivesWeights:
             keep_to: Folder where `received.safetensors` is written with the stored tensors.
 
         Raises:
-            EngineError: vLLM did not drop its prefix cache.
+            EngineError: A bucket is missing, or vLLM did not drop its prefix cache.
         """
         assert self._receiver is not None, "end_push before begin_push"
+        if self._due != self._buckets:
+            raise EngineError(
+                f"the push ended after {self._due} of {self._buckets} buckets; the engine holds "
+                "old and new weights, so push again"
+            )
         self._receiver.end()
         if self._on_cpu:
             self._llm.finish_weight_update(weight_version=str(version))

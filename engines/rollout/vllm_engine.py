@@ -97,7 +97,7 @@ class VllmEngine(ReceivesWeights, Sleeps):
         self._engine_index = engine_index
         self._policy: Policy = policy
         self._dtype = dtype or self._spec.numerics.compute_dtype
-        self._check_environment()
+        self.check_process()
         config = AutoConfig.from_pretrained(model_dir)
         self._on_cpu = self._spec.execution.device == "cpu"
         _check_supported(config, on_cpu=self._on_cpu)
@@ -316,6 +316,26 @@ class VllmEngine(ReceivesWeights, Sleeps):
             "attention": sorted(backends),
         }
 
+    def check_process(self) -> None:
+        """Require that this process still has the variables that it has to start with.
+
+        Raises:
+            EngineError: One is missing or has another value.
+        """
+        expected = engine_env(self._spec, self._policy)
+        wrong = [
+            f"{name} is {os.environ.get(name)!r} instead of {value!r}"
+            for name, value in expected.items()
+            if os.environ.get(name) != value
+        ]
+        if wrong:
+            raise EngineError(
+                "this process was not started with the variables of engine_env: "
+                f"{'; '.join(wrong)}; they "
+                f"decide bits and are read before torch loads (policy {self._policy}, "
+                f"{NUMERICS_VARIABLE})"
+            )
+
     # Start.
 
     def _start(self, load_format: str) -> LLM:
@@ -341,21 +361,6 @@ class VllmEngine(ReceivesWeights, Sleeps):
             disable_log_stats=True,
             **start_options(spec, policy=self._policy, max_model_len=length),
         )
-
-    def _check_environment(self) -> None:
-        expected = engine_env(self._spec, self._policy)
-        wrong = [
-            f"{name} is {os.environ.get(name)!r} instead of {value!r}"
-            for name, value in expected.items()
-            if os.environ.get(name) != value
-        ]
-        if wrong:
-            raise EngineError(
-                "this process was not started with the variables of engine_env: "
-                f"{'; '.join(wrong)}; they "
-                f"decide bits and are read before torch loads (policy {self._policy}, "
-                f"{NUMERICS_VARIABLE})"
-            )
 
     def _check_room(self, request: SampleRequest, max_new_tokens: int) -> None:
         needed = len(request.prompt_token_ids) + max_new_tokens

@@ -24,7 +24,7 @@ from engines.faults import choose_name, flip_bit
 from engines.provenance.tensor_digest import digest_tensors, dtype_name
 from engines.train.evidence import keep_tensors
 from engines.train.shards import Shard
-from engines.weights.layout import Layout, TensorMeta, plan_buckets
+from engines.weights.layout import Layout, TensorMeta, plan_buckets, require_bucket
 from engines.weights.transport import Sender, open_sender, require_taken
 from engines.weights.wire import pack
 from model_specs.errors import EngineError
@@ -89,10 +89,13 @@ class Sending:
         """Put the next bucket; `taken` is the bucket that each engine took last.
 
         Raises:
-            EngineError: An engine has not taken the bucket before.
+            EngineError: An engine has not taken the bucket before, or the trainer's tensors are not
+                those of the layout.
         """
         require_taken(index, taken, engines=self._engines)
-        payload = self._sender.put(index, self._stream.take(len(self._layout[index])))
+        tensors = self._stream.take(len(self._layout[index]))
+        require_bucket(index, self._layout[index], tensors)
+        payload = self._sender.put(index, tensors)
         return payload if self._rank == 0 else None
 
     def end(self, taken: Sequence[int]) -> dict[str, str]:

@@ -38,6 +38,7 @@ from engines.gates.layerwise import TRAINER_FILE, recorded, write_states
 from engines.provenance.digest import digest_array, digest_floats, digest_json, root_digest
 from engines.train.advantages import round_to_float32
 from engines.train.evidence import flip_shard, keep_shards, keep_tensors
+from engines.train.generators import untouched_generators
 from engines.train.grpo import (
     SampleFigures,
     UpdateTotals,
@@ -265,11 +266,13 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
         tensors of every probe as `<keep_to>/<probe>.safetensors`.
 
         Raises:
-            EngineError: A sample was not scored, a loss or gradient is not finite, or the training
-                forward at the sampling weights is not bitwise the score.
+            EngineError: A sample was not scored, a loss or gradient is not finite, the training
+                forward at the sampling weights is not bitwise the score, or something drew from a
+                random generator.
         """
         flip = flip if update == 0 else None
-        gradients, figures = self._gradients(samples)
+        with untouched_generators():
+            gradients, figures = self._gradients(samples)
         losses, metrics = self._check_figures(figures, update=update, flip=flip)
         digests = {"loss": {name: digest_floats(name, [loss]) for name, loss in losses.items()}}
         if flip is not None and flip.probe == "grads":

@@ -65,21 +65,45 @@ def buffer_bytes(layout: Layout) -> int:
     return max(sum(_padded(meta) for meta in bucket) for bucket in layout)
 
 
+def require_bucket(index: int, bucket: Bucket, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Require that exactly the tensors of the bucket are there, in its order.
+
+    Raises:
+        EngineError: Names what is missing, unknown, of another shape or dtype, or out of order.
+    """
+    wanted = {meta.name: f"{meta.dtype} {meta.shape}" for meta in bucket}
+    found = {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        for name, tensor in tensors
+    }
+    faults = {
+        "missing": [name for name in wanted if name not in found],
+        "unknown": [name for name in found if name not in wanted],
+        "of another kind": [
+            f"{name} {found[name]} instead of {wanted[name]}"
+            for name in wanted
+            if name in found and found[name] != wanted[name]
+        ],
+    }
+    told = [f"{what}: {', '.join(names)}" for what, names in faults.items() if names]
+    if not told and [name for name, _ in tensors] != list(wanted):
+        told = ["the tensors are in another order"]
+    if told:
+        raise EngineError(
+            f"bucket {index} of the push is not what its layout says: {'; '.join(told)}; send "
+            "every tensor once, in the order of the shards and in the wire dtype"
+        )
+
+
 def fill(buffer: torch.Tensor, bucket: Bucket, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Copy the tensors of one bucket into the buffer (uint8 [n], on any device).
 
     Raises:
-        EngineError: A tensor is another than the bucket's, or is not plain: an asynchronous or
-            distributed tensor may still be on its way, and would be copied before it has arrived.
+        EngineError: A tensor is not plain: an asynchronous or distributed tensor may still be on
+            its way, and would be copied before it has arrived.
     """
-    for (name, tensor), (wanted, view) in zip(tensors, views(buffer, bucket), strict=True):
+    for (name, tensor), (_, view) in zip(tensors, views(buffer, bucket), strict=True):
         require_plain(name, tensor)
-        if name != wanted or tensor.shape != view.shape or tensor.dtype != view.dtype:
-            raise EngineError(
-                f"{name} {tensor.dtype} {tuple(tensor.shape)} was to be sent where the layout of "
-                f"the push has {wanted} {view.dtype} {tuple(view.shape)}; the trainer's tensors "
-                "are not in the order of its shards"
-            )
         view.copy_(tensor)
 
 

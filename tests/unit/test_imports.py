@@ -28,6 +28,10 @@ DRIVER_MODULES = (
     "engines.train.group",
     "engines.rollout.group",
     "engines.gates.logprobs",
+    "engines.drill.bench",
+    "engines.drill.catalogue",
+    "engines.drill.in_driver",
+    "engines.drill.live",
 )
 
 
