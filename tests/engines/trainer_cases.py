@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -88,6 +89,34 @@ def made_samples(count: int = 8, *, seed: int = 0) -> list[TrainSample]:
     ]
 
 
+def rewarded_samples(tokens: int, *, seed: int = 0) -> list[TrainSample]:
+    """Whole groups of four samples until they have this many completion tokens.
+
+    A share of a completion's ids, drawn for each sample, comes from the lower half of the
+    vocabulary, and its advantage is that share's distance from its group's mean in standard
+    deviations: as a reward does, it says something about the tokens.
+    """
+    draw = random.Random(seed)
+    samples: list[TrainSample] = []
+    while sum(len(sample.token_ids) for sample in samples) < tokens:
+        shares = [draw.random() for _ in range(4)]
+        mean, deviation = statistics.fmean(shares), statistics.pstdev(shares)
+        group = len(samples) // 4
+        samples += [
+            TrainSample(
+                request_id=f"1/train-{group}/{place}",
+                prompt_token_ids=tuple(draw.randrange(100) for _ in range(draw.randrange(3, 33))),
+                token_ids=tuple(
+                    draw.randrange(50) + 50 * (draw.random() >= share)
+                    for _ in range(draw.randrange(64, 193))
+                ),
+                advantage=(share - mean) / deviation,
+            )
+            for place, share in enumerate(shares)
+        ]
+    return samples
+
+
 def write_model(folder: Path, model: ModelSpec) -> Path:
     """Write the tiny model as `hf` and its converted masters as `dcp`."""
     write_tiny_model(folder / "hf", model)
@@ -165,11 +194,21 @@ def plain_loss(
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     samples: list[TrainSample],
     trainer: GrpoTrainer,
+    **options: Any,
+) -> torch.Tensor:
+    """The sum of `plain_losses`."""
+    return torch.stack(list(plain_losses(logits_of, samples, trainer, **options))).sum()
+
+
+def plain_losses(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    samples: list[TrainSample],
+    trainer: GrpoTrainer,
     *,
     on_policy: bool = False,
     before: Mapping[str, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """GRPO's loss over `logits_of` (ids [n] -> logits [n, V]), one sample at a time.
+) -> Iterator[torch.Tensor]:
+    """Each sample's part of GRPO's loss over `logits_of` (ids [n] -> logits [n, V]).
 
     Old and reference log-probs are the trainer's, as data: they are the loss's inputs. On policy
     the old log-probs are the model's own, so that the ratio is 1. With `before` (request id -> log-
@@ -177,7 +216,6 @@ def plain_loss(
     """
     loss_spec, temperature = trainer.spec.loss, trainer.spec.sampling.temperature
     kept = [sample for sample in samples if not sample.masked]
-    parts = []
     for sample in kept:
         ids = torch.tensor([*sample.prompt_token_ids, *sample.token_ids])
         logits = logits_of(ids)[len(sample.prompt_token_ids) - 1 : -1] / temperature
@@ -198,7 +236,6 @@ def plain_loss(
         kl = lp - ref if loss_spec.kl_type == "k1" else k3
         token = policy + loss_spec.kl_coef * kl - loss_spec.entropy_coef * entropy
         if loss_spec.aggregation == "per_token":
-            parts.append(token.sum() / sum(len(s.token_ids) for s in kept))
+            yield token.sum() / sum(len(s.token_ids) for s in kept)
         else:
-            parts.append(token.mean() / len(kept))
-    return torch.stack(parts).sum()
+            yield token.mean() / len(kept)
