@@ -94,15 +94,16 @@ BFLOAT16_CASES = (
 """On policy: off policy the rounding of a log-prob decides on which side of a bound a token is."""
 
 OFF_POLICY_CASES = (
-    Case(name="KL, reference != actor", loss={"kl_coef": 1.0}, lr=1e-3),
-    CASES[3],
+    CASES[2],
+    replace(CASES[3], lr=5e-4),
     Case(
         name="clipping and KL",
         loss={"kl_coef": 1.0, "kl_type": "k1"},
         advantages=True,
-        lr=CASES[3].lr,
+        lr=5e-4,
     ),
 )
+"""With the rate at which a quarter of so many tokens is clipped; at 2e-4 less than 3 % are."""
 
 
 @pytest.fixture(scope="module")
