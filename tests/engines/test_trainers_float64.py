@@ -63,7 +63,7 @@ tokens showed up to 6.5 %; 20,000 ought to show 6.5 % * sqrt(89 / 20,000) = 0.4 
 the bound, and steps in earnest have 5,000 to 100,000. Advantages drawn at random would void the
 argument, since their gradient is noise that falls as the flips do: `rewarded_samples` has a signal.
 
-Found: 0.5 % and less but for llama with clipping, which keeps another bound. The record says how far
+Found: below 0.6 % but for llama with clipping, which has another bound. The record says how far
 the reasoning holds: with clipping the error as a vector falls more slowly.
 """
 TIMES_STOCK_BFLOAT16 = 2.0
