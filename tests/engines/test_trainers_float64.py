@@ -68,8 +68,8 @@ the reasoning holds: with clipping the error as a vector falls more slowly.
 """
 TIMES_STOCK_BFLOAT16 = 2.0
 """Instead of 1 %, for llama with clipping alone: relative error of the norm in errors of stock
-bfloat16 transformers. It is 0.94 % with the seed of the test but 1.02 % with the next, always
-below the truth: a bias, which more tokens do not remove. Set after that was seen.
+bfloat16 transformers. It is 0.94 % with the seed of the test but 1.02 % with the next, both
+below the truth: it looks like a bias. Set after that was seen.
 """
 LEAST_NORM = 1e-2
 """A true gradient below this is vacuous."""
