@@ -1,4 +1,4 @@
-"""The command line: run, resume, fork, export, verify, diff, show, doctor.
+"""The command line: run, nightly, baseline, resume, fork, export, verify, diff, show, doctor.
 
 Every command ends with the exit code of its verdict. Nothing heavy is imported before a command
 needs it: `diff`, `show` and `doctor` load neither Prefect nor torch.
@@ -24,6 +24,9 @@ app = App(
     # `main` says that the run was cancelled, and how to go on.
     suppress_keyboard_interrupt=False,
 )
+
+baseline = App(name="baseline", help="What nights are compared with: set, unset, show.")
+app.command(baseline)
 
 Set = Annotated[
     tuple[str, ...],
@@ -81,11 +84,11 @@ def run(
     asked = {**run_request.request_source(recipe), "overrides": run_request.as_overrides(set_)}
     place: dict[str, Any] = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
     if twin:
-        from flows.nightly import nightly
+        from flows.twin import twin as twin_flow
 
         flip = run_request.flip_request(inject_flip)
-        wanted = run_request.NightlyRequest(**asked, inject_flip=flip)
-        return finish(lambda: nightly(wanted, **place), json)
+        wanted = run_request.TwinRequest(**asked, inject_flip=flip)
+        return finish(lambda: twin_flow(wanted, **place), json)
     if rollout_only or train_only is not None:
         from flows import halves
 
@@ -96,6 +99,100 @@ def run(
     from flows.train import train
 
     return finish(lambda: train(run_request.TrainRequest(**asked), **place), json)
+
+
+@app.command
+def nightly(
+    recipe: str,
+    *,
+    vary: tuple[str, ...] | None = None,
+    inject_flip: str | None = None,
+    set_: Set = (),
+    runs_dir: RunsDir = Path("runs"),
+    run_id: str | None = None,
+    json: Json = False,
+) -> int:
+    """Run a night: leg a, leg b varied, half of a resumed, and the comparison with last night.
+
+    Parameters
+    ----------
+    recipe
+        Name of a shipped recipe.
+    vary
+        What leg b is run under, such as `engines`; all when omitted. Repeatable.
+    inject_flip
+        Flip one bit of a live value in leg b, for example `step=3,probe=grads`.
+    run_id
+        Name of the new run folder.
+    """
+    from flows import dry
+    from model_specs.variation import VARIED, draw_variation
+
+    spec = dry.check(recipe, set_, inject_flip)
+    wanted = VARIED if vary is None else vary
+    draw_variation(0, execution=spec.execution, what=wanted)  # refuses an unknown name
+    prepare_process(json)
+    from flows import run_request
+    from flows.nightly import night_spec
+    from flows.nightly import nightly as nightly_flow
+
+    request = run_request.NightlyRequest(
+        **run_request.request_source(recipe),
+        overrides=run_request.as_overrides(set_),
+        inject_flip=run_request.flip_request(inject_flip),
+        vary=wanted,
+    )
+    night_spec(request)  # refuses a night of one step
+    place: dict[str, Any] = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
+    return finish(lambda: nightly_flow(request, **place), json)
+
+
+@baseline.command(name="set")
+def set_baseline(
+    run: str, *, reason: str | None = None, runs_dir: RunsDir = Path("runs"), json: Json = False
+) -> int:
+    """Compare the nights of this run's trajectory and device class with it, not with last night.
+
+    Parameters
+    ----------
+    run
+        Run name or folder.
+    reason
+        Why it is right; needed where the run is red, recorded where it is not.
+    """
+    from flows import console
+
+    return console.change_baseline(run, runs_dir=runs_dir, reason=reason, as_json=json)
+
+
+@baseline.command(name="unset")
+def unset_baseline(run: str, *, runs_dir: RunsDir = Path("runs"), json: Json = False) -> int:
+    """Compare with the last green night again.
+
+    Parameters
+    ----------
+    run
+        The run that was set.
+    """
+    from flows import console
+
+    return console.change_baseline(run, runs_dir=runs_dir, unset=True, as_json=json)
+
+
+@baseline.command(name="show")
+def show_baseline(
+    run: str | None = None, *, runs_dir: RunsDir = Path("runs"), json: Json = False
+) -> int:
+    """Show the explicit baselines, or what the next night of a run's trajectory is compared with.
+
+    Parameters
+    ----------
+    run
+        Any run of the trajectory, by name or folder.
+    """
+    from flows import console
+
+    return console.show_baselines(run, runs_dir=runs_dir, as_json=json)
 
 
 @app.command
@@ -215,17 +312,19 @@ def export(
 def verify(
     run: str,
     *,
-    segment: int,
+    segment: int | None = None,
     leg: str = "a",
     runs_dir: RunsDir = Path("runs"),
     json: Json = False,
 ) -> int:
-    """Run one checkpoint interval again and compare it with the ledger: Identical or Diverged.
+    """Run a locked pipeline again and name the stage whose output differs: Identical or Diverged.
+
+    With --segment, one checkpoint interval alone.
 
     Parameters
     ----------
     run
-        Run name or folder.
+        Run name or folder, or a lock.json.
     segment
         Number of the interval from 1: segment K is the steps from checkpoint K-1 to checkpoint K.
     leg
@@ -233,6 +332,12 @@ def verify(
     """
     prepare_process(json)
     from flows.verify import verify as verify_flow
+    from flows.verify import verify_lock
+
+    if segment is None:
+        return finish(
+            lambda: verify_lock(lock=run, leg=leg, runs_dir=str(runs_dir), return_state=True), json
+        )
 
     return finish(
         lambda: verify_flow(

@@ -19,6 +19,7 @@ from engines.runs import legs, open_leg, open_run, read_json, read_spec
 from model_specs.errors import LockstepError
 
 OUT = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+SHOWN_SUSPECTS = 5
 ERR = Console(highlight=False, soft_wrap=True, markup=False, emoji=False, stderr=True)
 
 
@@ -67,6 +68,51 @@ def show_export(state: Any, *, as_json: bool) -> int:
     return 0
 
 
+def change_baseline(
+    run: str, *, runs_dir: Path, reason: str | None = None, unset: bool = False, as_json: bool
+) -> int:
+    """Set or unset an explicit baseline and print what was done; returns the exit code."""
+    from tasks.baseline import set_baseline, unset_baseline
+
+    folder = open_run(run, runs_dir)
+    done = unset_baseline(folder) if unset else set_baseline(folder, reason=reason)
+    if as_json:
+        OUT.print_json(json.dumps({"run_id": folder.name, "done": done}))
+    else:
+        for line in done:
+            OUT.print(line)
+    return 0
+
+
+def show_baselines(run: str | None, *, runs_dir: Path, as_json: bool) -> int:
+    """Print the explicit baselines, or what the next night of a trajectory is compared with."""
+    from tasks.baseline import device_of, explicit_baselines, find_baseline
+
+    if run is not None:
+        folder = open_run(run, runs_dir)
+        found = find_baseline(folder, read_spec(folder), device=device_of(folder), own=True)
+        if as_json:
+            values = {"run_id": found.run_id, "explicit": found.is_explicit, "note": found.note}
+            OUT.print_json(json.dumps(values))
+        else:
+            OUT.print(found.note if found.run_id else f"no baseline: {found.note}")
+        return 0
+    tags = [dict(baseline.tags) for baseline in explicit_baselines(runs_dir)]
+    if as_json:
+        OUT.print_json(json.dumps(tags))
+        return 0
+    for found_tags in tags:
+        reason = found_tags.get("lockstep.baseline_reason")
+        OUT.print(
+            f"{found_tags['lockstep.run_id']}  {found_tags['lockstep.verdict']}  "
+            f"{found_tags['lockstep.recipe']} on {found_tags['lockstep.device_class']}  since "
+            f"{found_tags['lockstep.baseline']}" + (f"  because {reason}" if reason else "")
+        )
+    if not tags:
+        OUT.print("no explicit baseline: every night is compared with the last green night")
+    return 0
+
+
 def show_run(run: str, *, runs_dir: Path, as_json: bool) -> int:
     """Print a run that exists; the exit code is that of its verdict."""
     folder = open_run(run, runs_dir)
@@ -109,6 +155,14 @@ def print_run(folder: Path, details: Mapping[str, Any]) -> None:
     comparison = details.get("comparison")
     if comparison:
         _print_comparison(comparison)
+    for row in (details.get("night") or {}).get("rows", ()):
+        OUT.print(f"  {row['label']:<13} {row['name']}")
+        for rank, suspect in enumerate(row["suspects"][:SHOWN_SUSPECTS], start=1):
+            if row["verdict"] is not None and not Verdict(row["verdict"]).is_green:
+                OUT.print(f"                suspect {rank}: {suspect}")
+    for output in details.get("stages", ()):
+        equal = "equal  " if output["equal"] else "DIFFERS"
+        OUT.print(f"  {equal} {output['stage']} {output['output']} {output['locked'][:12]}")
     OUT.print(f"chain digest  {details['chain_digest']}")
     alignment, native = details.get("alignment"), details.get("native_control")
     if alignment:

@@ -24,6 +24,7 @@ from model_specs.base import Frozen
 from model_specs.errors import SpecError
 from model_specs.field_schema import overrides_schema
 from model_specs.registry import RECIPES
+from model_specs.variation import VARIED, Varied
 
 ShippedRecipe = Annotated[str, WithJsonSchema({"type": "string", "enum": sorted(RECIPES)})]
 """Name of a shipped recipe."""
@@ -124,7 +125,7 @@ class FlipRequest(Frozen):
         return f"step={self.step},probe={self.probe}{tensor},element={self.element},bit={self.bit}"
 
 
-class NightlyRequest(Request):
+class TwinRequest(Request):
     """Two legs of one recipe; optionally with a fault that has to be found."""
 
     inject_flip: FlipRequest | SkipJsonSchema[None] = None
@@ -134,6 +135,13 @@ class NightlyRequest(Request):
         """Return what is run in a few words, with the flip."""
         flip = f" flip {self.inject_flip.as_text()}" if self.inject_flip else ""
         return super().describe() + flip
+
+
+class NightlyRequest(TwinRequest):
+    """A night: legs a and b, b varied, half of a resumed, and the last green night."""
+
+    vary: tuple[Varied, ...] = VARIED
+    """What leg b is run under; all by default, and nothing where it is empty."""
 
 
 def flip_request(text: str | None) -> FlipRequest | None:

@@ -43,6 +43,7 @@ def render(folder: Path, details: Mapping[str, Any]) -> str:
     parts = [
         _verdict(details),
         _divergence(details),
+        _night(details),
         _strip(ledgers),
         _charts(ledgers),
         _gates(details),
@@ -111,6 +112,29 @@ def _divergence(details: Mapping[str, Any]) -> str:
         f'<h2>First divergence</h2>\n<div class="card">{table(("", ""), rows)}'
         f"<pre>{escape(commands)}</pre></div>\n"
     )
+
+
+def _night(details: Mapping[str, Any]) -> str:
+    """What a night has compared, its suspects, and what leg b was run under."""
+    night = details.get("night")
+    if not night:
+        return ""
+    rows = [(row["name"], row["label"], row["summary"]) for row in night["rows"]]
+    parts = [f"<h2>What was compared tonight</h2>\n{table(('claim', 'found', 'what'), rows)}"]
+    for row in night["rows"]:
+        if row["suspects"] and row["verdict"] is not None:
+            ranked = list(enumerate(row["suspects"], start=1))
+            parts.append(
+                f"<h2>What has changed: {escape(row['name'])}</h2>\n"
+                f"{table(('rank', 'suspect'), ranked)}"
+            )
+    varied = [tuple(found) for found in night["variation"]["varied"]]
+    parts.append(
+        f"<h2>What leg b was run under</h2>\n{table(('varied', 'value'), varied)}"
+        if varied
+        else "<h2>What leg b was run under</h2>\n<p>Nothing was varied.</p>\n"
+    )
+    return "".join(parts)
 
 
 def _strip(ledgers: Mapping[str, Ledger]) -> str:

@@ -26,6 +26,7 @@ from engines.train.group import TrainerGroup, trainer_env
 from engines.train.registry import check_supported
 from model_specs.errors import EngineError
 from model_specs.run_spec import RunSpec
+from model_specs.variation import Variation
 
 logger = logging.getLogger("lockstep")
 
@@ -46,6 +47,8 @@ class LegSession:
     rollout_hosts: list[EngineHandle]
     processes: dict[str, dict[str, float | int]]
     flip: Flip | None = None
+    variation: Variation | None = None
+    """What the leg is run under on purpose; recorded, never compared."""
     trainer: TrainerGroup | None = None
     rollout: RolloutGroup | None = None
     prompts: PromptSet | None = None
@@ -148,6 +151,8 @@ class LegSession:
         environment = {"trainer": self.trainer_alone().environment()}
         if self.rollout is not None:
             environment["rollout"] = self.rollout.environment()
+        if self.variation is not None:
+            environment["ambient"] = {"variation": self.variation.model_dump()}
         self.environment = environment_fingerprint(environment)
         write_json(
             self.folder / "environment.json", {**environment, "fingerprint": self.environment}
@@ -162,6 +167,7 @@ def leg_session(
     leg: str,
     fence: Fence,
     flip: Flip | None = None,
+    variation: Variation | None = None,
     with_rollout: bool = True,
 ) -> Iterator[LegSession]:
     """Open the session of one leg: cluster and empty engine processes; ends them on the way out.
@@ -201,6 +207,7 @@ def leg_session(
             rollout_hosts=rollout_hosts,
             processes=identities([*rollout_hosts, *trainer_hosts]),
             flip=flip,
+            variation=variation,
         )
         guard.look()
         _OPEN[name] = session

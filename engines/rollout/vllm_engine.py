@@ -26,6 +26,8 @@ from vllm import LLM
 from vllm.config import WeightTransferConfig
 
 from engines.contracts import Flip, Sample, SampleRequest
+from engines.delays import pause
+from engines.environment import ambient_facts
 from engines.faults import choose_name, flip_bit
 from engines.provenance.tensor_digest import digest_tensor
 from engines.rollout import plugin, weight_transfer
@@ -145,6 +147,7 @@ class VllmEngine:
             engine.add_request(request.request_id, prompt, params)
         outputs: dict[str, Any] = {}
         while engine.has_unfinished_requests():
+            pause()
             for output in engine.step():
                 if output.finished:
                     outputs[output.request_id] = output
@@ -310,6 +313,7 @@ class VllmEngine:
             "stop_token_ids": list(self._stop_token_ids),
             "tied": tied_aliases(self._facts),
             "vllm_config": self._config_facts(),
+            "ambient": ambient_facts(),
         }
 
     def _config_facts(self) -> dict[str, Any]:
