@@ -125,15 +125,16 @@ def nightly(
     run_id
         Name of the new run folder.
     """
+    from engines.plan import with_middle_checkpoint
     from flows import dry
     from model_specs.variation import VARIED, draw_variation
 
     spec = dry.check(recipe, set_, inject_flip)
     wanted = VARIED if vary is None else vary
     draw_variation(0, execution=spec.execution, what=wanted)  # refuses an unknown name
+    with_middle_checkpoint(spec.plan)  # refuses a night of one step
     prepare_process(json)
     from flows import run_request
-    from flows.nightly import night_spec
     from flows.nightly import nightly as nightly_flow
 
     request = run_request.NightlyRequest(
@@ -142,7 +143,6 @@ def nightly(
         inject_flip=run_request.flip_request(inject_flip),
         vary=wanted,
     )
-    night_spec(request)  # refuses a night of one step
     place: dict[str, Any] = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
     return finish(lambda: nightly_flow(request, **place), json)
 

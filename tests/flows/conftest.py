@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engines.contracts import ArtifactRef, Flip
 from engines.gates.logprobs import LogprobGate
 from engines.provenance.ledger import Ledger, read_ledger
-from engines.runs import new_run
+from engines.runs import new_run, read_json
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
@@ -114,6 +115,37 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A Prefect server with the shipped deployments, and a worker."""
     with serving(tmp_path_factory.mktemp("deployment")) as running:
         yield running
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Night:
+    """A night of the shipped deployment, watched to its end."""
+
+    code: int
+    flow_run: Mapping[str, Any]
+    folder: Path
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What it wrote to verdict.json."""
+        details: dict[str, Any] = read_json(self.folder / "verdict.json")
+        return details
+
+
+@pytest.fixture(scope="session")
+def first_night(server: Server) -> Night:
+    """All is varied, and there is no night before it."""
+    code, flow_run = server.watch_nightly("first")
+    return Night(code=code, flow_run=flow_run, folder=server.folder / "runs" / "first")
+
+
+@pytest.fixture(scope="session")
+def second_night(server: Server, first_night: Night) -> Night:
+    """Leg b has one bit flipped, and nothing else is varied; leg a compares with the first."""
+    assert first_night.code == 0, first_night.details["headline"]
+    flip = {"step": 1, "probe": "grads"}
+    code, flow_run = server.watch_nightly("second", inject_flip=flip, vary=[])
+    return Night(code=code, flow_run=flow_run, folder=server.folder / "runs" / "second")
 
 
 @pytest.fixture(scope="session")

@@ -113,7 +113,7 @@ def test_an_explicit_baseline_wins_and_says_what_it_undoes(runs_dir: Path) -> No
     assert baseline_of(tonight).folder == first
     assert baseline_of(tonight).is_explicit
 
-    with pytest.raises(SpecError, match="night-3 ended Diverged.*--reason"):
+    with pytest.raises(SpecError, match=r"night-3 ended Diverged.*--reason"):
         set_baseline(red, reason=None)
     assert baseline_of(tonight).folder == first
     undone, done = set_baseline(red, reason="new kernel, reviewed")

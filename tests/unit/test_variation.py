@@ -1,4 +1,4 @@
-"""What leg b is run under is declared, drawn from outside of the trajectory, and changes nothing."""
+"""What leg b is run under is declared, drawn outside of the trajectory, and changes nothing."""
 
 from __future__ import annotations
 
@@ -124,3 +124,19 @@ def test_a_night_has_a_checkpoint_in_its_middle_that_is_still_there_at_its_end(
 def test_a_night_of_one_step_is_refused() -> None:
     with pytest.raises(SpecError, match=r"plan\.num_steps=1: .*at least 2 steps"):
         with_middle_checkpoint(PlanSpec(num_steps=1, checkpoint_every=1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--vary", "weather"], "vary: 'weather' is none of"),
+        (["--set", "plan.num_steps=1"], "at least 2 steps"),
+    ],
+)
+def test_a_night_that_cannot_be_meant_is_refused_before_anything_starts(
+    arguments: list[str], message: str
+) -> None:
+    from flows.cli import app
+
+    with pytest.raises(SpecError, match=message):
+        app(["nightly", "tiny_cpu", *arguments], exit_on_error=False)

@@ -1,0 +1,106 @@
+"""A locked pipeline that is run again is equal, or the stage that is not is named."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engines import runs
+from flows.verify import judged, locked_leg
+from model_specs.errors import ArtifactError
+from tests.flows.command_line import SHORT, CommandLine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def locked(lockstep: CommandLine) -> Path:
+    """A run of two steps with a checkpoint after each, from a model folder of its own."""
+    few = ("--set", "plan.num_steps=2", "--set", "plan.checkpoint_every=1")
+    ended = lockstep("run", "tiny_cpu", "--run-id", "locked", *few, *SHORT)
+    assert ended.code == 0, ended
+    return lockstep.runs_dir / "locked"
+
+
+def flip_byte(path: Path, index: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[index] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def stages(stdout: str, word: str) -> list[str]:
+    """What the command says of each output: `train 1-1 chain`."""
+    return re.findall(rf"^  {word} +(.*) \S+$", stdout, re.MULTILINE)
+
+
+OUTPUTS = [
+    *("download data", "download model", "convert dcp"),
+    *("train 1-1 chain", "train 1-1 state", "checkpoint 1 checkpoint"),
+    *("train 2-2 chain", "train 2-2 state", "checkpoint 2 checkpoint", "export export"),
+]
+
+
+def test_every_stage_is_run_again_and_equal(lockstep: CommandLine, locked: Path) -> None:
+    ended = lockstep("verify", str(locked / "a" / "lock.json"))
+    assert ended.code == 0, ended
+    assert "\nIdentical\n" in ended.stdout
+    assert stages(ended.stdout, "DIFFERS") == []
+    # What is still there is read again, and then all is made again.
+    in_place = [output for output in OUTPUTS if not output.endswith("state")]
+    assert stages(ended.stdout, "equal") == [*in_place, *OUTPUTS]
+    assert runs.legs(locked) == ("a",)
+
+
+def test_edited_outputs_are_named_and_no_other_stage_is(
+    lockstep: CommandLine, locked: Path
+) -> None:
+    edited = lockstep.runs_dir / "edited"
+    shutil.copytree(locked, edited, ignore=shutil.ignore_patterns("verify"))
+    (weights,) = (edited / "a" / "export").glob("*.safetensors")
+    flip_byte(weights, -5)
+    kept = sorted((edited / "a" / "checkpoints" / "step-000001").glob("*.distcp"))
+    flip_byte(kept[0], kept[0].stat().st_size // 2)
+    ended = lockstep("verify", "edited")
+    assert ended.code == 10, ended
+    assert "\nDiverged\n" in ended.stdout
+    assert stages(ended.stdout, "DIFFERS") == ["checkpoint 1 checkpoint", "export export"]
+    found = re.search(
+        r"stage export: export: locked ([0-9a-f]{32}), found ([0-9a-f]{32})", str(ended)
+    )
+    assert found is not None, ended
+    assert found[1] != found[2]
+
+
+@pytest.mark.exhaustive
+def test_a_changed_input_is_named_by_the_stage_that_takes_it(
+    lockstep: CommandLine, locked: Path
+) -> None:
+    model = lockstep.runs_dir.parent / "model of one's own"
+    shutil.copytree(locked / "a" / "model", model)
+    (model / "manifest.json").unlink()
+    few = ("--set", "plan.num_steps=1", "--set", f"model.path={model}")
+    ended = lockstep("run", "tiny_cpu", "--run-id", "own", *few, *SHORT)
+    assert ended.code == 0, ended
+    flip_byte(next(model.glob("*.safetensors")), -1)
+    again = lockstep("verify", "own")
+    assert again.code == 10, again
+    assert "stage download failed: " in again.stdout
+    assert "model.weights_digest" in again.stdout
+
+
+def test_a_folder_without_a_spec_is_refused(locked: Path, tmp_path: Path) -> None:
+    shutil.copy(locked / "a" / "lock.json", tmp_path)
+    with pytest.raises(ArtifactError, match=r"has no spec\.json beside its lock"):
+        locked_leg(str(tmp_path / "lock.json"), "a", tmp_path)
+    assert locked_leg("locked", "a", locked.parent) == (locked / "a").resolve()
+
+
+def test_nothing_to_compare_is_vacuous() -> None:
+    from engines.provenance.verdict import Verdict
+    from tasks.compare import LegResult
+
+    result = judged(LegResult.failed("a", "r", verdict=Verdict.ALIGNED), [])
+    assert result.verdict is Verdict.VACUOUS
