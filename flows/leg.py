@@ -27,7 +27,7 @@ from engines import runs
 from engines.environment import telemetry_off_env
 from engines.faults import parse_flip
 from engines.provenance.fence import Fence
-from flows.conclusion import final_state
+from flows.conclusion import RedVerdictError, final_state
 from flows.legs import run_leg
 from flows.run_request import FlipRequest
 from model_specs.base import Frozen
@@ -59,6 +59,7 @@ class LegRequest(Frozen):
 def run_elsewhere(request: LegRequest) -> LegResult:
     """Run a leg in a fresh process; its progress lines are ours, and it ends when we do."""
     result = Path(request.folder) / request.leg / RESULT
+    result.unlink(missing_ok=True)
     with _environment(request.variation) as environment, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "flows.leg", request.model_dump_json()],
@@ -100,12 +101,11 @@ def _environment(variation: Variation) -> Iterator[dict[str, str]]:
     """The variables of the fresh process: ours, this code, this Prefect server, the variation."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT__")}
     root = str(Path(__file__).resolve().parent.parent)
-    server = str(get_client(sync_client=True).api_url).rstrip("/")
     environment = {
         **kept,
         **telemetry_off_env(),
         "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
-        "PREFECT_API_URL": server,
+        "PREFECT_API_URL": _server(),
         # The lines that it prints are logged by us.
         "PREFECT_LOGGING_LEVEL": "CRITICAL",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "",
@@ -117,6 +117,11 @@ def _environment(variation: Variation) -> Iterator[dict[str, str]]:
             folder = tempfile.TemporaryDirectory(prefix="ls-", ignore_cleanup_errors=True)
             environment["TMPDIR"] = stack.enter_context(folder)
         yield environment
+
+
+def _server() -> str:
+    """Address of the server of this flow run, be it a temporary one."""
+    return str(get_client(sync_client=True).api_url).rstrip("/")
 
 
 @flow(name="leg", flow_run_name="leg-{leg}-of-{run}")
@@ -154,7 +159,10 @@ def main() -> None:
     request = LegRequest.model_validate_json(sys.argv[1])
     prepare_process(as_json=False)
     time.sleep(request.variation.start_delay_s)
-    leg_flow(Path(request.folder).name, request.leg, request, return_state=True)
+    state = leg_flow(Path(request.folder).name, request.leg, request, return_state=True)
+    found = state.result(raise_on_failure=False)
+    if isinstance(found, BaseException) and not isinstance(found, RedVerdictError):
+        sys.exit(f"{type(found).__name__}: {found}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,10 @@ Series = Mapping[str, Sequence[tuple[int, float]]]
 """Leg -> (step, value)."""
 
 
+STYLES = ("a", "b", "resume")
+"""Classes of report.css, in the order of the legs."""
+
+
 def line_chart(title: str, series: Series) -> str:
     """Return one chart; the second leg is dashed, so that identity can be seen.
 
@@ -38,12 +42,12 @@ def line_chart(title: str, series: Series) -> str:
         return f"{x:.1f},{y:.1f}"
 
     lines = "".join(
-        f'<polyline class="leg-{"ab"[index % 2]}" points="'
+        f'<polyline class="leg-{STYLES[index % len(STYLES)]}" points="'
         f'{" ".join(place(step, value) for step, value in points)}"/>'
         for index, points in enumerate(finite.values())
     )
     keys = " ".join(
-        f'<span class="key-{"ab"[index % 2]}">{escape(name)}</span>'
+        f'<span class="key-{STYLES[index % len(STYLES)]}">{escape(name)}</span>'
         for index, name in enumerate(finite)
     )
     base = HEIGHT - BOTTOM

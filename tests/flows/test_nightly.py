@@ -7,6 +7,8 @@ sources with one op changed.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,9 @@ from engines.provenance.ledger import verify_ledger
 from engines.provenance.lock import read_lock
 from engines.provenance.verdict import Verdict
 from engines.runs import read_json
+from flows import leg
+from model_specs.run_spec import ExecutionSpec
+from model_specs.variation import Variation, draw_variation
 from tests.flows.command_line import ROOT
 from tests.flows.conftest import Night
 from tests.flows.prefect_server import SHORTEST, Server
@@ -57,7 +62,7 @@ def test_the_first_night_holds_and_shows_that_it_has_no_baseline(first_night: Ni
 
 
 def test_leg_b_was_really_run_under_what_was_declared(first_night: Night) -> None:
-    a, b = (read_json(first_night.folder / leg / "environment.json") for leg in "ab")
+    a, b = (read_json(first_night.folder / name / "environment.json") for name in "ab")
     varied = b["ambient"]["variation"]
     assert "ambient" not in a
     there = [b["trainer"]["ambient"], *(found["ambient"] for found in b["rollout"].values())]
@@ -70,7 +75,7 @@ def test_leg_b_was_really_run_under_what_was_declared(first_night: Night) -> Non
         assert process["time_zone"] != a["trainer"]["ambient"]["time_zone"]
     assert (a["trainer"]["torch"]["threads"], b["trainer"]["torch"]["threads"]) == (1, 2)
     # Sixty-four rewards (each is computed twice) of up to 10 ms each.
-    seconds = {leg: first_step(first_night.folder / leg)["perf/reward_s"] for leg in "ab"}
+    seconds = {name: first_step(first_night.folder / name)["perf/reward_s"] for name in "ab"}
     assert seconds["b"] > seconds["a"] + 0.1
     assert all(suspect.endswith("on purpose") for suspect in rows_of(first_night)["a"]["suspects"])
     page = (first_night.folder / "report.html").read_text()
@@ -78,9 +83,9 @@ def test_leg_b_was_really_run_under_what_was_declared(first_night: Night) -> Non
         assert value in page
 
 
-def first_step(leg: Path) -> dict[str, float]:
-    """Metrics of step 1."""
-    line = (leg / "metrics.jsonl").read_text().splitlines()[0]
+def first_step(folder: Path) -> dict[str, float]:
+    """Metrics of step 1 of a leg."""
+    line = (folder / "metrics.jsonl").read_text().splitlines()[0]
     metrics: dict[str, float] = json.loads(line)["metrics"]
     return metrics
 
@@ -93,8 +98,8 @@ def test_the_resumed_leg_is_the_second_half_of_a_in_a_fresh_process(first_night:
     assert not any(row.cached for row in read_lock(first_night.folder / "resume"))
     pids = {
         facts["pid"]
-        for leg in first_night.details["legs"].values()
-        for facts in leg["processes"].values()
+        for result in first_night.details["legs"].values()
+        for facts in result["processes"].values()
     }
     assert len(pids) == 7  # a: 2, b: 3, resume: 2
 
@@ -151,7 +156,8 @@ def test_a_changed_op_is_red_against_last_night_and_is_the_first_suspect(
     ]
     # The second night was red, so the first is the last green one.
     assert rows["tonight"]["name"] == "tonight = first"
-    assert "first difference at step 1 update 0 tokens 1/" in rows["tonight"]["summary"]
+    place = r"first difference at step 1 update 0 (tokens|rollout_logprobs) 1/"
+    assert re.search(place, rows["tonight"]["summary"])
     suspect = third_night.details["night"]["first_suspect"]
     assert suspect.startswith("op code engines/numerics/linear.py: ")
     assert f"tonight = first, first suspect {suspect}" in third_night.details["headline"]
@@ -164,3 +170,34 @@ def test_all_nights_are_on_one_page(third_night: Night) -> None:
     assert places == sorted(places)
     assert "op code engines/numerics/linear.py" in page
     assert "no baseline" in page
+
+
+def test_a_leg_whose_process_leaves_no_result_is_an_engine_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho progress\necho it broke >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(leg.sys, "executable", str(program))
+    monkeypatch.setattr(leg, "_server", lambda: "http://127.0.0.1:9/api")
+    result = leg.run_elsewhere(leg.LegRequest(folder=str(tmp_path), leg="b", attempt=1))
+    assert result.verdict is Verdict.ENGINE_FAILURE
+    assert result.reason == "its process ended with status 3 and left no result: it broke"
+
+
+def test_the_fresh_process_has_the_declared_variables_and_none_of_the_flow_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leg, "_server", lambda: "http://127.0.0.1:9/api")
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "another run's")
+    variation = draw_variation(1, execution=ExecutionSpec())
+    with leg._environment(variation) as found:
+        assert not [name for name in found if name.startswith("PREFECT__")]
+        assert variation.variables.items() <= found.items()
+        assert found["PREFECT_API_URL"] == "http://127.0.0.1:9/api"
+        assert found["PYTHONPATH"].split(":")[0] == str(ROOT)
+        folder = Path(found["TMPDIR"])
+        assert folder.is_dir()
+    assert not folder.exists()
+    with leg._environment(Variation()) as found:
+        assert found.get("TMPDIR") == os.environ.get("TMPDIR")
