@@ -162,7 +162,10 @@ def print_run(folder: Path, details: Mapping[str, Any]) -> None:
                 OUT.print(f"                suspect {rank}: {suspect}")
     for output in details.get("stages", ()):
         equal = "equal  " if output["equal"] else "DIFFERS"
-        OUT.print(f"  {equal} {output['stage']} {output['output']} {output['locked'][:12]}")
+        OUT.print(
+            f"  {equal} {output['how']:<5} {output['stage']} {output['output']} "
+            f"{output['locked'][:12]}"
+        )
     OUT.print(f"chain digest  {details['chain_digest']}")
     alignment, native = details.get("alignment"), details.get("native_control")
     if alignment:

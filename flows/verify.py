@@ -109,12 +109,17 @@ def verify_lock(lock: str, leg: str = "a", runs_dir: str = "runs") -> State:
         )
     except ArtifactError as error:  # an input is not the one that was locked
         result = LegResult.failed("a", str(error), verdict=Verdict.DIVERGED)
-    outputs = [*in_place, *compare_locks(read_lock(source), made_rows(scratch.folder / "a"))]
+    again = compare_locks(read_lock(source), made_rows(scratch.folder / "a"))
+    outputs = [*in_place, *again]
     comparison = None
     if result.chain_digest and (source / LEDGER_FILE).is_file():
         comparison = compare.compare_folders(source, scratch.folder / "a")
     result = judged(result, outputs)
-    rows = [{**asdict(output), "equal": output.is_equal} for output in outputs]
+    rows = [
+        {"how": how, **asdict(output), "equal": output.is_equal}
+        for how, found in (("kept", in_place), ("again", again))
+        for output in found
+    ]
     more = {"about": f"lock of {source}", "stages": rows}
     return conclude(scratch, (result,), comparison, more=more)
 

@@ -31,9 +31,9 @@ def flip_byte(path: Path, index: int) -> None:
     path.write_bytes(bytes(content))
 
 
-def stages(stdout: str, word: str) -> list[str]:
-    """What the command says of each output: `train 1-1 chain`."""
-    return re.findall(rf"^  {word} +(.*) \S+$", stdout, re.MULTILINE)
+def stages(stdout: str, word: str) -> list[tuple[str, str]]:
+    """What the command says of each output: `again train 1-1 chain`."""
+    return re.findall(rf"^  {word} +(kept|again) +(.*) \S+$", stdout, re.MULTILINE)
 
 
 OUTPUTS = [
@@ -49,8 +49,9 @@ def test_every_stage_is_run_again_and_equal(lockstep: CommandLine, locked: Path)
     assert "\nIdentical\n" in ended.stdout
     assert stages(ended.stdout, "DIFFERS") == []
     # What is still there is read again, and then all is made again.
-    in_place = [output for output in OUTPUTS if not output.endswith("state")]
-    assert stages(ended.stdout, "equal") == [*in_place, *OUTPUTS]
+    kept = [("kept", output) for output in OUTPUTS if not output.endswith("state")]
+    again = [("again", output) for output in OUTPUTS]
+    assert stages(ended.stdout, "equal") == [*kept, *again]
     assert runs.legs(locked) == ("a",)
 
 
@@ -66,7 +67,10 @@ def test_edited_outputs_are_named_and_no_other_stage_is(
     ended = lockstep("verify", "edited")
     assert ended.code == 10, ended
     assert "\nDiverged\n" in ended.stdout
-    assert stages(ended.stdout, "DIFFERS") == ["checkpoint 1 checkpoint", "export export"]
+    assert stages(ended.stdout, "DIFFERS") == [
+        ("kept", "checkpoint 1 checkpoint"),
+        ("kept", "export export"),
+    ]
     found = re.search(
         r"stage export: export: locked ([0-9a-f]{32}), found ([0-9a-f]{32})", str(ended)
     )
