@@ -16,15 +16,6 @@ from tests.flows.command_line import SHORT, CommandLine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def locked(lockstep: CommandLine) -> Path:
-    """A run of two steps with a checkpoint after each, from a model folder of its own."""
-    few = ("--set", "plan.num_steps=2", "--set", "plan.checkpoint_every=1")
-    ended = lockstep("run", "tiny_cpu", "--run-id", "locked", *few, *SHORT)
-    assert ended.code == 0, ended
-    return lockstep.runs_dir / "locked"
-
-
 def flip_byte(path: Path, index: int) -> None:
     content = bytearray(path.read_bytes())
     content[index] ^= 1
@@ -38,52 +29,54 @@ def stages(stdout: str, word: str) -> list[tuple[str, str]]:
 
 OUTPUTS = [
     *("download data", "download model", "convert dcp"),
-    *("train 1-1 chain", "train 1-1 state", "checkpoint 1 checkpoint"),
-    *("train 2-2 chain", "train 2-2 state", "checkpoint 2 checkpoint", "export export"),
+    *("train 1-4 chain", "train 1-4 state", "checkpoint 4 checkpoint"),
+    *("train 5-8 chain", "train 5-8 state", "checkpoint 8 checkpoint", "export export"),
 ]
-
-
-def test_every_stage_is_run_again_and_equal(lockstep: CommandLine, locked: Path) -> None:
-    ended = lockstep("verify", str(locked / "a" / "lock.json"))
-    assert ended.code == 0, ended
-    assert "\nIdentical\n" in ended.stdout
-    assert stages(ended.stdout, "DIFFERS") == []
-    # What is still there is read again, and then all is made again.
-    kept = [("kept", output) for output in OUTPUTS if not output.endswith("state")]
-    again = [("again", output) for output in OUTPUTS]
-    assert stages(ended.stdout, "equal") == [*kept, *again]
-    assert runs.legs(locked) == ("a",)
+KEPT = [("kept", output) for output in OUTPUTS if not output.endswith("state")]
+AGAIN = [("again", output) for output in OUTPUTS]
+"""What is still there is read again, and then all is made again."""
 
 
 def test_edited_outputs_are_named_and_no_other_stage_is(
-    lockstep: CommandLine, locked: Path
+    lockstep: CommandLine, twin_folder: Path
 ) -> None:
     edited = lockstep.runs_dir / "edited"
-    shutil.copytree(locked, edited, ignore=shutil.ignore_patterns("verify"))
+    left_out = shutil.ignore_patterns("verify", "b", "tensors")
+    shutil.copytree(twin_folder, edited, ignore=left_out)
     (weights,) = (edited / "a" / "export").glob("*.safetensors")
     flip_byte(weights, -5)
-    kept = sorted((edited / "a" / "checkpoints" / "step-000001").glob("*.distcp"))
+    kept = sorted((edited / "a" / "checkpoints" / "step-000004").glob("*.distcp"))
     flip_byte(kept[0], kept[0].stat().st_size // 2)
     ended = lockstep("verify", "edited")
     assert ended.code == 10, ended
     assert "\nDiverged\n" in ended.stdout
-    assert stages(ended.stdout, "DIFFERS") == [
-        ("kept", "checkpoint 1 checkpoint"),
-        ("kept", "export export"),
-    ]
-    found = re.search(
-        r"stage export: export: locked ([0-9a-f]{32}), found ([0-9a-f]{32})", str(ended)
-    )
+    wrong = [("kept", "checkpoint 4 checkpoint"), ("kept", "export export")]
+    assert stages(ended.stdout, "DIFFERS") == wrong
+    assert stages(ended.stdout, "equal") == [x for x in [*KEPT, *AGAIN] if x not in wrong]
+    digests = r"stage export: export: locked ([0-9a-f]{32}), found ([0-9a-f]{32})"
+    found = re.search(digests, ended.stdout)
     assert found is not None, ended
     assert found[1] != found[2]
+    assert runs.legs(edited) == ("a",)
+
+
+@pytest.mark.exhaustive
+def test_every_stage_of_a_lock_is_run_again_and_equal(
+    lockstep: CommandLine, twin_folder: Path
+) -> None:
+    ended = lockstep("verify", str(twin_folder / "b" / "lock.json"))
+    assert ended.code == 0, ended
+    assert "\nIdentical\n" in ended.stdout
+    assert stages(ended.stdout, "DIFFERS") == []
+    assert stages(ended.stdout, "equal") == [*KEPT, *AGAIN]
 
 
 @pytest.mark.exhaustive
 def test_a_changed_input_is_named_by_the_stage_that_takes_it(
-    lockstep: CommandLine, locked: Path
+    lockstep: CommandLine, twin_folder: Path
 ) -> None:
     model = lockstep.runs_dir.parent / "model of one's own"
-    shutil.copytree(locked / "a" / "model", model)
+    shutil.copytree(twin_folder / "a" / "model", model)
     (model / "manifest.json").unlink()
     few = ("--set", "plan.num_steps=1", "--set", f"model.path={model}")
     ended = lockstep("run", "tiny_cpu", "--run-id", "own", *few, *SHORT)
@@ -95,11 +88,11 @@ def test_a_changed_input_is_named_by_the_stage_that_takes_it(
     assert "model.weights_digest" in again.stdout
 
 
-def test_a_folder_without_a_spec_is_refused(locked: Path, tmp_path: Path) -> None:
-    shutil.copy(locked / "a" / "lock.json", tmp_path)
+def test_a_folder_without_a_spec_is_refused(twin_folder: Path, tmp_path: Path) -> None:
+    shutil.copy(twin_folder / "a" / "lock.json", tmp_path)
     with pytest.raises(ArtifactError, match=r"has no spec\.json beside its lock"):
         locked_leg(str(tmp_path / "lock.json"), "a", tmp_path)
-    assert locked_leg("locked", "a", locked.parent) == (locked / "a").resolve()
+    assert locked_leg("twin", "a", twin_folder.parent) == (twin_folder / "a").resolve()
 
 
 def test_nothing_to_compare_is_vacuous() -> None:
