@@ -121,6 +121,9 @@ def _night(details: Mapping[str, Any]) -> str:
         return ""
     rows = [(row["name"], row["label"], row["summary"]) for row in night["rows"]]
     parts = [f"<h2>What was compared tonight</h2>\n{table(('claim', 'found', 'what'), rows)}"]
+    commands = [command for row in night["rows"] for command in row["commands"]]
+    if commands:
+        parts.append(f"<pre>{escape(chr(10).join(commands))}</pre>\n")
     for row in night["rows"]:
         if row["suspects"] and row["verdict"] is not None:
             ranked = list(enumerate(row["suspects"], start=1))

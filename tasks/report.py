@@ -55,6 +55,9 @@ def markdown(details: Mapping[str, Any]) -> str:
     ]
     if details["first_divergence"]:
         lines.append(f"- first divergence: {details['first_divergence']}")
+    if night := details.get("night"):
+        lines += [f"- {row['name']}: {row['label']}" for row in night["rows"]]
+        lines += [f"- first suspect: {night['first_suspect']}"] if night["first_suspect"] else []
     if details.get("mlflow_command"):
         lines.append(f"- MLflow: `{details['mlflow_command']}`")
     lines += ["", "| leg | gate | verdict | figure |", "| --- | --- | --- | --- |"]

@@ -132,6 +132,27 @@ def test_the_page_shows_verdict_chain_place_suspect_and_links_and_fetches_nothin
     assert render_nights([]).count("No night yet") == 1
 
 
+def test_the_report_of_a_night_names_claims_suspects_and_what_was_varied() -> None:
+    from tasks.html_report import _night
+    from tasks.report import markdown
+
+    red = row("tonight = night-1", UNEQUAL, SUSPECTS).to_dict()
+    details = night(2, "Diverged")
+    details["night"] |= {
+        "rows": [{**red, "commands": ["lockstep diff night-1/a night-2/a"]}, NONE_YET.to_dict()],
+        "variation": {"seed": 1, "varied": [["TZ", "Asia/Kathmandu"], ["threads", "2"]]},
+    }
+    page = _night(details)
+    for text in ("lockstep diff night-1/a night-2/a", "library torch", "Asia/Kathmandu"):
+        assert text in page
+    details["night"]["variation"]["varied"] = []
+    assert "Nothing was varied." in _night(details)
+    assert _night({"verdict": "Aligned"}) == ""
+    text = markdown({**details, "legs": {}})
+    assert "- tonight = night-1: Diverged\n- tonight = baseline: no baseline\n" in text
+    assert "- first suspect: library torch" in text
+
+
 def test_the_markdown_has_one_line_a_night() -> None:
     text = nights_markdown([night(2, "Diverged"), night(1)])
     assert len(text.splitlines()) == 4
