@@ -332,7 +332,7 @@ def verify(
     """
     prepare_process(json)
     from flows.verify import verify as verify_flow
-    from flows.verify import verify_lock
+    from flows.verify_lock import verify_lock
 
     if segment is None:
         return finish(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines import runs
-from flows.verify import judged, locked_leg
+from flows.verify_lock import judged, locked_leg
 from model_specs.errors import ArtifactError
 from tests.flows.command_line import SHORT, CommandLine
 
