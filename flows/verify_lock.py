@@ -17,7 +17,7 @@ from prefect.states import State
 
 from engines import runs
 from engines.provenance.ledger import LEDGER_FILE
-from engines.provenance.lock import LOCK_FILE, LockRow, StageOutput, compare_locks, read_lock
+from engines.provenance.lock import LOCK_FILE, LockRow, StageOutput, compare_outputs, read_lock
 from engines.provenance.verdict import Verdict, worst
 from flows.conclusion import conclude
 from flows.legs import run_leg
@@ -61,7 +61,7 @@ def verify_lock(lock: str, leg: str = "a", runs_dir: str = "runs") -> State:
         )
     except ArtifactError as error:  # an input is not the one that was locked
         result = LegResult.failed("a", str(error), verdict=Verdict.DIVERGED)
-    again = compare_locks(read_lock(source), made_rows(scratch.folder / "a"))
+    again = compare_outputs(read_lock(source), made_rows(scratch.folder / "a"))
     outputs = [*in_place, *again]
     comparison = None
     if result.chain_digest and (source / LEDGER_FILE).is_file():

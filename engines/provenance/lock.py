@@ -109,7 +109,7 @@ def final_rows(rows: Sequence[LockRow]) -> dict[str, LockRow]:
     return {stage_name(row): row for row in rows}
 
 
-def compare_locks(locked: Sequence[LockRow], again: Sequence[LockRow]) -> tuple[StageOutput, ...]:
+def compare_outputs(locked: Sequence[LockRow], again: Sequence[LockRow]) -> tuple[StageOutput, ...]:
     """Compare the outputs of every locked stage with those of a pipeline that was run again."""
     remade = final_rows(again)
     return tuple(

@@ -15,7 +15,7 @@ from engines.provenance.fence import Fence, RunFolder, write_durably
 from engines.provenance.lock import (
     LockRow,
     append_row,
-    compare_locks,
+    compare_outputs,
     final_rows,
     read_lock,
     verify_outputs,
@@ -163,16 +163,16 @@ def test_locks_are_compared_stage_by_stage_and_only_what_differs_is_named() -> N
         segment("train", 4, 8, state="s8", chain="k8"),
         row("export", export="e"),
     ]
-    assert all(output.is_equal for output in compare_locks(locked, locked))
-    assert len(compare_locks(locked, locked)) == 9
+    assert all(output.is_equal for output in compare_outputs(locked, locked))
+    assert len(compare_outputs(locked, locked)) == 9
     again = [*locked[:5], segment("train", 4, 8, state="S8", chain="k8"), locked[6]]
-    (wrong,) = [output for output in compare_locks(locked, again) if not output.is_equal]
+    (wrong,) = [output for output in compare_outputs(locked, again) if not output.is_equal]
     assert str(wrong) == "stage train 5-8: state: locked s8, found S8"
 
 
 def test_a_stage_that_was_not_reached_has_nothing_to_compare() -> None:
     locked = [row("download", model="m"), row("convert", dcp="c")]
-    found = compare_locks(locked, locked[:1])
+    found = compare_outputs(locked, locked[:1])
     assert [(output.stage, output.found) for output in found] == [
         ("download", "m"),
         ("convert", None),
