@@ -247,24 +247,43 @@ def diff(
     a: str,
     b: str | None = None,
     *,
-    across: tuple[str, ...] = (),
+    across: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    reproduce: Annotated[bool, Parameter(negative=())] = False,
     runs_dir: RunsDir = Path("runs"),
     json: Json = False,
 ) -> int:
-    """Find the first wrong bit between two legs (RUN/LEG), two runs, or the legs of one run.
+    """Find the first wrong bit between two legs, runs, checkpoints, locks or MLflow runs.
 
     Parameters
     ----------
     a
-        Run name, run folder or RUN/LEG.
+        RUN, RUN/LEG, RUN/LEG@STEP (a checkpoint), a folder, a lock.json, or `mlflow:ID`.
     b
         The other side; when omitted, legs a and b of run A are compared.
     across
-        Spec fields that are expected to differ, such as `optimizer.lr`.
+        What is expected to differ: fields or groups with commas between, such as
+        `layout,trainer,optimizer.lr`.
+    reproduce
+        Run the step of the first difference again on both sides, from the nearest checkpoint, to
+        name element, both values and their distance.
     """
     from flows import console
 
-    return console.show_diff(a, b, across=across, runs_dir=runs_dir, as_json=json)
+    names = (f"{a}/a", f"{a}/b") if b is None else (a, b)
+    declared = tuple(name.strip() for text in across for name in text.split(",") if name.strip())
+    if not reproduce:
+        return console.show_diff(names, across=declared, runs_dir=runs_dir, as_json=json)
+    prepare_process(json)
+    from flows.reproduce import reproduce as reproduce_flow
+
+    state = reproduce_flow(
+        run_a=names[0],
+        run_b=names[1],
+        across=declared,
+        runs_dir=str(runs_dir),
+        return_state=True,
+    )
+    return console.show_reproduction(state, as_json=json)
 
 
 @app.command

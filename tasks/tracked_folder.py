@@ -168,11 +168,17 @@ def leg_tags(leg: Leg) -> dict[str, str]:
     environment = leg.folder / "environment.json"
     if environment.exists():
         tags["lockstep.environment_fingerprint"] = environment_fingerprint(_read_json(environment))
-    lines = read_json_lines(leg.folder / "ledger.jsonl")
-    chains = [str(line["chain"]) for line in lines if "chain" in line]
-    if chains:
-        tags["lockstep.chain_digest"] = chains[-1]
+    chain = newest_chain(leg.folder)
+    if chain is not None:
+        tags["lockstep.chain_digest"] = chain
     return tags
+
+
+def newest_chain(leg_folder: Path) -> str | None:
+    """Return the chain digest of the newest update; None for a ledger without one."""
+    lines = read_json_lines(leg_folder / "ledger.jsonl")
+    chains = [str(line["chain"]) for line in lines if "chain" in line]
+    return chains[-1] if chains else None
 
 
 def verdict_tags(verdict: Mapping[str, Any]) -> dict[str, str]:
