@@ -230,6 +230,20 @@ def ambient_facts() -> dict[str, Any]:
     }
 
 
+def device_class(device: str, facts: Mapping[str, Any]) -> str:
+    """Return what nights are compared within: `cpu/x86_64`, or `cuda/` and the device's name.
+
+    Instruction sets, drivers and versions are suspects, not classes.
+
+    Args:
+        device: `execution.device` of the run.
+        facts: What `read_back` returned in its trainer.
+    """
+    if device == "cuda":
+        return f"cuda/{facts['cuda']['device']}"
+    return f"cpu/{facts['cpu']['machine']}"
+
+
 @functools.cache
 def code_digest() -> str:
     """Return the SHA-256 of the sources of `engines` and `model_specs` that this process runs."""

@@ -1,4 +1,4 @@
-"""The command line: run, resume, fork, export, verify, diff, show, doctor.
+"""The command line: run, resume, fork, export, verify, diff, compare, show, doctor.
 
 Every command ends with the exit code of its verdict. Nothing heavy is imported before a command
 needs it: `diff`, `show` and `doctor` load neither Prefect nor torch.
@@ -270,7 +270,7 @@ def diff(
     from flows import console
 
     names = (f"{a}/a", f"{a}/b") if b is None else (a, b)
-    declared = tuple(name.strip() for text in across for name in text.split(",") if name.strip())
+    declared = with_commas(across)
     if not reproduce:
         return console.show_diff(names, across=declared, runs_dir=runs_dir, as_json=json)
     prepare_process(json)
@@ -284,6 +284,48 @@ def diff(
         return_state=True,
     )
     return console.show_reproduction(state, as_json=json)
+
+
+@app.command
+def compare(
+    *runs: str,
+    tag: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    experiment: str | None = None,
+    across: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    runs_dir: RunsDir = Path("runs"),
+    run_id: str | None = None,
+    json: Json = False,
+) -> int:
+    """Compare two or more legs and leave the outcome as a run: pages, plots, a run in MLflow.
+
+    Parameters
+    ----------
+    runs
+        RUN, RUN/LEG, a folder or `mlflow:ID`; all are compared with the first.
+    tag
+        Instead of names: all legs in MLflow that carry KEY=VALUE. Repeatable.
+    experiment
+        MLflow experiment that is searched by --tag; all when omitted.
+    across
+        What is expected to differ, with commas between.
+    run_id
+        Name of the comparison's folder.
+    """
+    from flows.run_request import CompareRequest, as_overrides
+
+    try:
+        request = CompareRequest(
+            runs=runs, tags=as_overrides(tag), experiment=experiment, across=with_commas(across)
+        )
+    except ValueError as error:
+        raise SpecError(f"compare: {error}") from error
+    prepare_process(json)
+    from flows.compare import compare as compare_flow
+
+    return finish(
+        lambda: compare_flow(request, runs_dir=str(runs_dir), run_id=run_id, return_state=True),
+        json,
+    )
 
 
 @app.command
@@ -308,6 +350,11 @@ def parse_run_at_step(text: str) -> tuple[str, int | None]:
     if at and not step.isdigit():
         raise SpecError(f"not RUN or RUN@STEP: {text!r}; STEP is a whole number")
     return name, int(step) if at else None
+
+
+def with_commas(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names in texts that have commas between them."""
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
 def prepare_process(as_json: bool) -> None:

@@ -64,8 +64,9 @@ class Replay:
         if self.reproduces:
             return f"{self.side} ({self.label}) was run again {begun} and reproduces its record"
         return (
-            f"{self.side} ({self.label}) was run again {begun} and does NOT reproduce its record, "
-            f"so its spec alone did not make it: record | replay, {found.headline}"
+            f"{self.side} ({self.label}) was run again {begun} and does NOT reproduce its record: "
+            f"they part at {found.first.place if found.first else found.headline}, so this spec in "
+            "this environment does not give what was recorded"
         )
 
 
@@ -91,7 +92,8 @@ def reproduce(
             replay(side, name, found.first.step) for side, name in zip(sides, "ab", strict=True)
         ]
         element = between(sides, replays, found, across)
-        details = outcome(found, replays, element)
+        agree = compare.compare_folders(*(again.folder for again in replays), across=across)
+        details = outcome(found, replays, element, agree)
         return final_state(found.verdict, headline=str(details["headline"]), details=details)
 
 
@@ -168,11 +170,15 @@ def between(
 
 
 def outcome(
-    found: Comparison, replays: Sequence[Replay], element: Comparison | None
+    found: Comparison,
+    replays: Sequence[Replay],
+    element: Comparison | None,
+    replays_agree: Comparison,
 ) -> Mapping[str, Any]:
     """Put together what is printed and returned; the verdict is that of the records."""
     exact = element if element is not None and element.first is not None else found
     true = [again.side for again in replays if again.reproduces]
+    agree = replays_agree.verdict is Verdict.IDENTICAL
     said = {
         2: "both sides reproduce their records",
         1: f"only {' '.join(true)} reproduces its record",
@@ -181,7 +187,9 @@ def outcome(
     return {
         **found.to_dict(),
         "first": exact.to_dict()["first"],
-        "headline": f"{exact.headline}; {said}",
+        "headline": f"{exact.headline}; {said}"
+        + ("; both replays are the same bits, so what went in does not explain it" * agree),
+        "replays_agree": agree,
         "replays": [
             {
                 "side": again.side,

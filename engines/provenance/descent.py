@@ -53,11 +53,15 @@ class Divergence:
     ulp_histogram: Histogram = ()
     """Of all elements of this name that differ; empty where the element is not known."""
 
+    @property
+    def place(self) -> str:
+        """Where it is, without the element."""
+        where = f"step {self.step} update {self.update} {self.probe}"
+        return where if self.name is None else f"{where} {self.name}"
+
     def __str__(self) -> str:
         """Say everything in one line."""
-        where = f"step {self.step} update {self.update} {self.probe}"
-        if self.name is not None:
-            where += f" {self.name}"
+        where = self.place
         if self.element is None:
             return f"{where}: {self.detail}"
         index = ", ".join(str(i) for i in self.element)
