@@ -92,8 +92,13 @@ def compare_checkpoints(folder_a: str | Path, folder_b: str | Path) -> StateComp
         return StateComparison(
             verdict=Verdict.IDENTICAL, digests=digests, tensors=found["tensors"], note=note
         )
+    element, buckets = found["first"]["element"], found["first"]["ulp_histogram"]
+    tuples = {
+        "element": None if element is None else tuple(element),
+        "ulp_histogram": tuple(map(tuple, buckets)),
+    }
     first = Divergence(
-        **{**found["first"], "element": _tuple(found["first"]["element"])},
+        **{**found["first"], **tuples},
         step=metas[0].step if metas[0] else 0,
         update=-1,  # as in a ledger: the state that a leg begins with
     )
@@ -104,10 +109,6 @@ def compare_checkpoints(folder_a: str | Path, folder_b: str | Path) -> StateComp
 
 def _digest(meta: CheckpointMeta | None) -> str | None:
     return None if meta is None else meta.state_digest
-
-
-def _tuple(value: list[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value)
 
 
 def _note(metas: list[CheckpointMeta | None]) -> str:

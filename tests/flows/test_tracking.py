@@ -248,7 +248,9 @@ def test_two_legs_are_children_of_one_parent_and_carry_tags(tmp_path: Path, uri:
     assert parent.status == "FAILED"
     assert parent.metrics == {"repro/identical": 0.0, "repro/max_ulp": 7.0}
     points = client_of(uri).get_metric_history(tracked.run_id, "repro/identical")
-    assert sorted((point.step, point.value) for point in points) == [(1, 1.0), (2, 0.0)]
+    assert sorted((point.step, point.value) for point in points) == [(1, 1.0), (2, 0.0), (3, 0.0)]
+    sizes = client_of(uri).get_metric_history(tracked.run_id, "repro/max_ulp")
+    assert sorted((point.step, point.value) for point in sizes) == [(1, 0.0), (2, 7.0)]
     assert parent.params["optimizer.lr"] == str(recipe().optimizer.lr)
     for leg, run_id in tracked.child_run_ids.items():
         child = runs[run_id]
