@@ -23,7 +23,7 @@ from prefect import flow
 from prefect.states import State
 
 from engines import runs
-from engines.provenance.diff import Comparison
+from engines.provenance.diff import Comparison, compare_ledgers
 from engines.provenance.ledger import read_ledger
 from engines.provenance.side_files import tensors_path
 from engines.provenance.verdict import Verdict
@@ -31,7 +31,6 @@ from flows.conclusion import final_state
 from flows.legs import segment_leg
 from model_specs.errors import ArtifactError, SpecError
 from model_specs.run_spec import RunSpec
-from tasks import compare
 from tasks.sides import Side, open_sides
 
 logger = logging.getLogger("lockstep")
@@ -85,14 +84,14 @@ def reproduce(
     with open_sides((run_a, run_b), Path(runs_dir)) as sides:
         if sides[0].kind != "leg":
             raise SpecError(f"{run_a} is a {sides[0].kind}: only a step of a leg can be run again")
-        found = compare.compare_folders(sides[0].path, sides[1].path, across=across)
+        found = compare_ledgers(sides[0].path, sides[1].path, across=across)
         if found.first is None:
             return final_state(found.verdict, headline=found.headline, details=found.to_dict())
         replays = [
             replay(side, name, found.first.step) for side, name in zip(sides, "ab", strict=True)
         ]
         element = between(sides, replays, found, across)
-        agree = compare.compare_folders(*(again.folder for again in replays), across=across)
+        agree = compare_ledgers(*(again.folder for again in replays), across=across)
         details = outcome(found, replays, element, agree)
         return final_state(found.verdict, headline=str(details["headline"]), details=details)
 
@@ -134,7 +133,7 @@ def replay(side: Side, name: str, step: int) -> Replay:
         label=side.label,
         start_step=start_step,
         folder=scratch.folder / "a",
-        against_record=compare.compare_folders(leg, scratch.folder / "a"),
+        against_record=compare_ledgers(leg, scratch.folder / "a"),
     )
 
 
@@ -166,7 +165,7 @@ def between(
             evidence.append(again.folder)
         else:
             return None
-    return compare.compare_folders(*evidence, across=across)
+    return compare_ledgers(*evidence, across=across)
 
 
 def outcome(
