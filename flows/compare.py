@@ -42,8 +42,10 @@ def compare(request: CompareRequest, runs_dir: str = "runs", run_id: str | None 
         first = sides[0].path
         spec = runs.read_spec(first if (first / "spec.json").is_file() else first.parent)
         run = runs.new_run(spec, place, run_id=run_id or default_name(trajectory_fingerprint(spec)))
-        outcome = comparison.write_outcome(run, sides, pairs)
+        comparison.write_outcome(run, sides, pairs)  # what MLflow is given begins with it
         tracked = tracking.sync_quietly(run.folder)
+        command = tracked.ui_command if tracked else None
+        outcome = comparison.write_outcome(run, sides, pairs, mlflow_command=command)
         publish(
             run.folder,
             outcome,

@@ -15,7 +15,7 @@ from rich.text import Text
 from engines.provenance.ledger import read_ledger
 from engines.provenance.verdict import Verdict
 from engines.runs import legs, open_run, read_json, read_spec
-from flows.difference import OUT, print_difference, print_inputs
+from flows.difference import OUT, print_difference, print_evidence
 from model_specs.errors import LockstepError
 from tasks.sides import compare_sides, open_sides
 
@@ -93,8 +93,9 @@ def print_run(folder: Path, details: Mapping[str, Any]) -> None:
     OUT.print(Text(details["verdict"], style="bold green" if green else "bold red"))
     OUT.print(details["headline"])
     if details.get("comparison"):
-        print_inputs(details["comparison"])
-    OUT.print(f"chain digest  {details['chain_digest']}")
+        print_evidence(details["comparison"])
+    if details["chain_digest"]:
+        OUT.print(f"chain digest  {details['chain_digest']}")
     alignment, native = details.get("alignment"), details.get("native_control")
     if alignment:
         OUT.print(

@@ -21,17 +21,20 @@ def print_difference(comparison: Mapping[str, Any]) -> None:
     verdict = Verdict(comparison["verdict"])
     OUT.print(Text(str(verdict), style="bold green" if verdict.is_green else "bold red"))
     OUT.print(comparison["headline"])
+    print_evidence(comparison)
+
+
+def print_evidence(comparison: Mapping[str, Any]) -> None:
+    """Print what stands beside the headline: distances, the completion, what went in differently.
+
+    A field a line, only those that differ.
+    """
     first = comparison.get("first") or {}
     for line in histogram_lines(first.get("ulp_histogram", ())):
         OUT.print(line)
     if comparison.get("completion"):
         for line in completion_lines(comparison["completion"]):
             OUT.print(line)
-    print_inputs(comparison)
-
-
-def print_inputs(comparison: Mapping[str, Any]) -> None:
-    """Print what differed in what went in, a line a field."""
     for kind in ("identity", "plan", "execution", "environment"):
         for field, left, right in comparison.get(f"{kind}_differences", ()):
             OUT.print(f"  {kind} {field}: {left!r} | {right!r}")

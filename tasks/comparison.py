@@ -96,7 +96,9 @@ def _place(comparison: Comparison) -> tuple[int, int, int]:
     return (first.step, first.update, probe)
 
 
-def write_outcome(run: Run, sides: Sequence[Side], pairs: Sequence[Pair]) -> Outcome:
+def write_outcome(
+    run: Run, sides: Sequence[Side], pairs: Sequence[Pair], *, mlflow_command: str | None = None
+) -> Outcome:
     """Write verdict.json of a comparison; the verdict is that of the decisive pair."""
     found = decisive(pairs)
     verdict = found.comparison.verdict
@@ -109,6 +111,7 @@ def write_outcome(run: Run, sides: Sequence[Side], pairs: Sequence[Pair]) -> Out
         "headline": _headline(found, pairs),
         "chain_digest": found.comparison.chain_digest,
         "first_divergence": str(found.comparison.first) if found.comparison.first else None,
+        "mlflow_command": mlflow_command,
         "comparison": found.comparison.to_dict(),
         "sides": [{**asdict(side), "path": str(side.path)} for side in sides],
         "pairs": [
