@@ -15,7 +15,6 @@ from prefect.states import State
 from engines import runs
 from flows.conclusion import final_state
 from flows.run_request import CompareRequest, run_name
-from model_specs.fingerprint import trajectory_fingerprint
 from tasks import comparison, tracking
 from tasks.report import publish
 from tasks.sides import open_sides
@@ -31,7 +30,7 @@ def compare(request: CompareRequest, runs_dir: str = "runs", run_id: str | None 
     Args:
         request: Legs by name, or the tags that they carry, and what is expected to differ.
         runs_dir: Folder that holds run folders.
-        run_id: Name of the comparison's folder; made from time and fingerprint when omitted.
+        run_id: Name of the comparison's folder; made from the time when omitted.
     """
     place = Path(runs_dir)
     names = request.runs or comparison.legs_with_tags(
@@ -41,7 +40,7 @@ def compare(request: CompareRequest, runs_dir: str = "runs", run_id: str | None 
         pairs = comparison.compare_with_first(sides, across=request.across)
         first = sides[0].path
         spec = runs.read_spec(first if (first / "spec.json").is_file() else first.parent)
-        run = runs.new_run(spec, place, run_id=run_id or default_name(trajectory_fingerprint(spec)))
+        run = runs.new_run(spec, place, run_id=run_id or default_name())
         comparison.write_outcome(run, sides, pairs)  # what MLflow is given begins with it
         tracked = tracking.sync_quietly(run.folder)
         command = tracked.ui_command if tracked else None
@@ -56,9 +55,12 @@ def compare(request: CompareRequest, runs_dir: str = "runs", run_id: str | None 
     return final_state(outcome.verdict, headline=outcome.headline, details=outcome.details)
 
 
-def default_name(fingerprint: str) -> str:
-    """Return a name that sorts by time and says what it is."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-comparison-{fingerprint[:6]}"
+def default_name() -> str:
+    """Return a name that sorts by time and says what it is.
+
+    Without a fingerprint, by which runs of the recipe are found.
+    """
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-comparison"
 
 
 if __name__ == "__main__":

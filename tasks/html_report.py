@@ -78,16 +78,17 @@ def _verdict(details: Mapping[str, Any]) -> str:
     )
     return (
         f'<header class="band {tone_of(details["verdict"])}">'
-        f"<h1>{escape(details['verdict'])}</h1>\n<p>{escape(details['headline'])}</p>\n<dl>{rows}</dl></header>\n"
+        f"<h1>{escape(details['verdict'])}</h1>\n<p>{escape(details['headline'])}</p>\n"
+        f"<dl>{rows}</dl></header>\n"
     )
 
 
 def _compared(found: Mapping[str, Path], comparison: Mapping[str, Any]) -> str:
     """What the verdict rests on, in numbers."""
-    cached = {name: sum(row.cached for row in rows) for name, rows in _locks(found).items() if rows}
-    reused = ("cached stages", ", ".join(f"{leg} {number}" for leg, number in cached.items()))
+    stages = [row for rows in _locks(found).values() for row in rows]
+    reused = ("stages from a cache", f"{sum(row.cached for row in stages)} of {len(stages)}")
     if not comparison or not comparison.get("compared"):
-        return section("What was looked at", tiles([reused])) if cached else ""
+        return section("What was looked at", tiles([reused])) if stages else ""
     compared = comparison["compared"]
     amounts = compared_amounts(next(iter(found.values())), updates=compared["updates"])
     figures = [
@@ -99,7 +100,7 @@ def _compared(found: Mapping[str, Path], comparison: Mapping[str, Any]) -> str:
     if amounts.tensor_bytes is not None:
         figures.append(("tensors under them", size(amounts.tensor_bytes)))
     note = "In each leg, up to the first difference."
-    return section("What was compared", tiles([*figures, *([reused] if cached else [])]), note=note)
+    return section("What was compared", tiles([*figures, *([reused] if stages else [])]), note=note)
 
 
 def _pairs(details: Mapping[str, Any]) -> str:

@@ -41,7 +41,12 @@ def test_the_page_of_a_twin_shows_every_probe_equal_and_fetches_nothing(twin_fol
     assert details["chain_digest"] in page
     assert "<h1>Identical</h1>" in page
     assert "<b>0.0</b>" in page
-    for said in ("steps in common", "tokens under them", "tensors under them", "cached stages"):
+    for said in (
+        "steps in common",
+        "tokens under them",
+        "tensors under them",
+        "stages from a cache",
+    ):
         assert said in page
     for title in ("Curves", "Gates and their controls", "Stages", "Environment"):
         assert f"<h2>{title}</h2>" in page

@@ -145,7 +145,7 @@ def test_the_page_says_all_that_was_found(page_file: Path) -> None:
         "vLLM&#x27;s native ops",
         "native control",
         "Completions of step 6",
-        "cached stages",
+        "stages from a cache",
     ):
         assert said in text
     for outside in ("http://", "https://", "src=", "href=", "@import", "url("):

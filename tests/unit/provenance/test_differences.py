@@ -23,6 +23,7 @@ from engines.provenance.element_diff import diff_elements, elements_of, histogra
 from engines.provenance.ledger import LedgerHeader, LedgerWriter
 from engines.provenance.lock import LockRow, append_row
 from engines.provenance.lock_diff import compare_locks
+from engines.provenance.side_files import drop_old_tensors
 from engines.provenance.verdict import Verdict
 from flows.difference import completion_lines, histogram_lines
 from model_specs.errors import ArtifactError, CheckpointError
@@ -119,7 +120,7 @@ def test_there_is_no_completion_where_no_token_differs_and_no_text_without_a_tab
     found = compare_ledgers(a, write_leg(tmp_path / "c", change=shorter)).completion
     assert found is not None
     assert (found.position, found.text_a, found.text_b) == (1, "", "")
-    assert common_prefix("abc", "abd") == 2
+    assert common_prefix("abc", "abx") == 2
     assert common_prefix("", "a") == 0
 
 
@@ -322,3 +323,15 @@ def test_a_converted_state_is_compared_and_a_digest_that_lies_is_an_error(tmp_pa
     assert (same.verdict, same.tensors) == (Verdict.IDENTICAL, 1)
     with pytest.raises(CheckpointError, match="cannot be compared"):
         compare_checkpoints(a, tmp_path / "nowhere")
+
+
+# What is kept.
+
+
+def test_kept_tensors_are_a_ring_of_the_last_steps(tmp_path: Path) -> None:
+    leg = write_leg(tmp_path / "a", num_steps=5)
+    drop_old_tensors(leg, 5 - 2)
+    kept = sorted(path.name for path in (leg / "tensors").iterdir())
+    assert kept == ["step-000004-0", "step-000005-0"]
+    assert len(list((leg / "digests").iterdir())) == 6
+    drop_old_tensors(tmp_path, 3)  # a leg that keeps none
