@@ -6,11 +6,14 @@ The run is synthetic, so that it can differ everywhere that a page can show.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from engines.faults import flip_bit
 from engines.provenance.diff import compare_ledgers
@@ -18,6 +21,7 @@ from engines.provenance.lock import LockRow, append_row
 from engines.runs import write_json
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.registry import load_recipe
+from tasks.compared_amounts import compared_amounts
 from tasks.html_report import render
 from tasks.plots import write_plots
 from tests.flows.browser import CHROMIUM, NAMES, Browser, chromium
@@ -221,3 +225,19 @@ def test_an_error_in_a_page_would_be_seen(browser: Browser, tmp_path: Path) -> N
     page = browser.open(path, width=390)
     assert any("nothing is not defined" in problem for problem in page.problems())
     assert page.evaluate("document.documentElement.scrollWidth") > 390
+
+
+def test_the_bytes_under_the_digests_are_those_of_the_named_tensors(
+    run: tuple[Path, dict[str, Any]],
+) -> None:
+    leg = run[0] / "a"
+    assert compared_amounts(leg, updates=3).tensor_bytes is None
+    model = leg / "model"
+    model.mkdir()
+    shapes = {"layers.2.w": torch.zeros(2, 3), "layers.10.w": torch.zeros(4)}
+    save_file(shapes, model / "model.safetensors")
+    try:
+        # Line 0 has weights (4 bytes an element), sent and received (bfloat16); steps have all.
+        assert compared_amounts(leg, updates=3).tensor_bytes == 10 * (8 + 2 * 16)
+    finally:
+        shutil.rmtree(model)
