@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -144,14 +144,13 @@ def compare_ledgers(
                 differences,
             )
         notes.append(f"declared differences: {', '.join(field for field, _, _ in differences)}")
-    return _compare_lines(
-        (folder_a, folder_b),
-        (a, b),
-        specs,
-        differences=differences,
-        environment=_environment_differences(folder_a, folder_b),
-        notes=notes,
-        ignoring=ignoring,
+    found = _compare_lines((folder_a, folder_b), (a, b), specs, notes=notes, ignoring=ignoring)
+    return replace(
+        found,
+        identity_differences=differences,
+        plan_differences=spec_differences(*specs, part="plan") if _both(specs) else (),
+        execution_differences=execution_differences(*specs) if _both(specs) else (),
+        environment_differences=_environment_differences(folder_a, folder_b),
     )
 
 
@@ -160,8 +159,6 @@ def _compare_lines(
     ledgers: tuple[Ledger, Ledger],
     specs: tuple[RunSpec | None, RunSpec | None],
     *,
-    differences: tuple[Difference, ...],
-    environment: tuple[Difference, ...],
     notes: list[str],
     ignoring: Sequence[str],
 ) -> Comparison:
@@ -212,10 +209,6 @@ def _compare_lines(
         first=first,
         completion=first_differing_completion(folders, pairs) if first else None,
         chain_digest=pairs[-1][0].chain if verdict is Verdict.IDENTICAL else None,
-        identity_differences=differences,
-        plan_differences=spec_differences(*specs, part="plan") if _both(specs) else (),
-        execution_differences=execution_differences(*specs) if _both(specs) else (),
-        environment_differences=environment,
         note="; ".join(notes),
     )
 
