@@ -242,6 +242,20 @@ def ambient_facts() -> dict[str, Any]:
     }
 
 
+def device_class(device: str, facts: Mapping[str, Any]) -> str:
+    """Return what nights are compared within: `cpu/x86_64`, or `cuda/` and the device's name.
+
+    Instruction sets, drivers and versions are suspects, not classes.
+
+    Args:
+        device: `execution.device` of the run.
+        facts: What `read_back` returned in its trainer.
+    """
+    if device == "cuda":
+        return f"cuda/{facts['cuda']['device']}"
+    return f"cpu/{facts['cpu']['machine']}"
+
+
 @functools.cache
 def code_digest() -> str:
     """Return the SHA-256 of the sources of `engines` and `model_specs` that this process runs."""
@@ -261,20 +275,6 @@ def source_digests() -> Mapping[str, str]:
         path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for path in sorted(files)
     }
-
-
-def device_class(device: str, facts: Mapping[str, Any]) -> str:
-    """Return what nights are compared within: `cpu/x86_64`, or `cuda/` and the device's name.
-
-    Instruction sets, drivers and versions are suspects, not classes.
-
-    Args:
-        device: `execution.device` of the run.
-        facts: What `read_back` returned in its trainer.
-    """
-    if device == "cuda":
-        return f"cuda/{facts['cuda']['device']}"
-    return f"cpu/{facts['cpu']['machine']}"
 
 
 def bit_class(facts: Mapping[str, Any]) -> str:

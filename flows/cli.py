@@ -1,4 +1,4 @@
-"""The command line: run, nightly, baseline, resume, fork, export, verify, diff, show, doctor.
+"""The command line: run, nightly, baseline, resume, fork, export, verify, diff, compare and more.
 
 Every command ends with the exit code of its verdict. Nothing heavy is imported before a command
 needs it: `diff`, `show` and `doctor` load neither Prefect nor torch.
@@ -352,24 +352,85 @@ def diff(
     a: str,
     b: str | None = None,
     *,
-    across: tuple[str, ...] = (),
+    across: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    reproduce: Annotated[bool, Parameter(negative=())] = False,
     runs_dir: RunsDir = Path("runs"),
     json: Json = False,
 ) -> int:
-    """Find the first wrong bit between two legs (RUN/LEG), two runs, or the legs of one run.
+    """Find the first wrong bit between two legs, runs, checkpoints, locks or MLflow runs.
 
     Parameters
     ----------
     a
-        Run name, run folder or RUN/LEG.
+        RUN, RUN/LEG, RUN/LEG@STEP (a checkpoint), a folder, a lock.json, or `mlflow:ID`.
     b
         The other side; when omitted, legs a and b of run A are compared.
     across
-        Spec fields that are expected to differ, such as `optimizer.lr`.
+        What is expected to differ: fields or groups with commas between, such as
+        `layout,trainer,optimizer.lr`.
+    reproduce
+        Run the step of the first difference again on both sides, from the nearest checkpoint, to
+        name element, both values and their distance.
     """
     from flows import console
 
-    return console.show_diff(a, b, across=across, runs_dir=runs_dir, as_json=json)
+    names = (f"{a}/a", f"{a}/b") if b is None else (a, b)
+    declared = with_commas(across)
+    if not reproduce:
+        return console.show_diff(names, across=declared, runs_dir=runs_dir, as_json=json)
+    prepare_process(json)
+    from flows.reproduce import reproduce as reproduce_flow
+
+    state = reproduce_flow(
+        run_a=names[0],
+        run_b=names[1],
+        across=declared,
+        runs_dir=str(runs_dir),
+        return_state=True,
+    )
+    return console.show_reproduction(state, as_json=json)
+
+
+@app.command
+def compare(
+    *runs: str,
+    tag: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    experiment: str | None = None,
+    across: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    runs_dir: RunsDir = Path("runs"),
+    run_id: str | None = None,
+    json: Json = False,
+) -> int:
+    """Compare two or more legs and leave the outcome as a run: pages, plots, a run in MLflow.
+
+    Parameters
+    ----------
+    runs
+        RUN, RUN/LEG, a folder or `mlflow:ID`; all are compared with the first.
+    tag
+        Instead of names: all legs in MLflow that carry KEY=VALUE. Repeatable.
+    experiment
+        MLflow experiment that is searched by --tag; all when omitted.
+    across
+        What is expected to differ, with commas between.
+    run_id
+        Name of the comparison's folder.
+    """
+    from flows.run_request import CompareRequest, as_overrides
+
+    try:
+        request = CompareRequest(
+            runs=runs, tags=as_overrides(tag), experiment=experiment, across=with_commas(across)
+        )
+    except ValueError as error:
+        raise SpecError(f"compare: {error}") from error
+    prepare_process(json)
+    from flows.compare import compare as compare_flow
+
+    return finish(
+        lambda: compare_flow(request, runs_dir=str(runs_dir), run_id=run_id, return_state=True),
+        json,
+    )
 
 
 @app.command
@@ -394,6 +455,11 @@ def parse_run_at_step(text: str) -> tuple[str, int | None]:
     if at and not step.isdigit():
         raise SpecError(f"not RUN or RUN@STEP: {text!r}; STEP is a whole number")
     return name, int(step) if at else None
+
+
+def with_commas(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names in texts that have commas between them."""
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
 def prepare_process(as_json: bool) -> None:

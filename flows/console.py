@@ -12,30 +12,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engines.provenance.diff import Comparison, compare_ledgers
 from engines.provenance.ledger import read_ledger
 from engines.provenance.verdict import Verdict
-from engines.runs import legs, open_leg, open_run, read_json, read_spec
+from engines.runs import legs, open_run, read_json, read_spec
+from flows.difference import OUT, print_difference, print_evidence
 from model_specs.errors import LockstepError
+from tasks.sides import compare_sides, open_sides
 
-OUT = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 SHOWN_SUSPECTS = 5
 ERR = Console(highlight=False, soft_wrap=True, markup=False, emoji=False, stderr=True)
 
 
 def show_outcome(state: Any, *, as_json: bool) -> int:
     """Print how a flow run ended; returns the exit code of its verdict."""
-    from flows.conclusion import RedVerdictError  # `diff` and `show` load no Prefect
-
-    details = state.result(raise_on_failure=False)
-    if isinstance(details, RedVerdictError):
-        details = details.details
-    if isinstance(details, LockstepError):
-        raise details
-    if not isinstance(details, Mapping):
-        if isinstance(details, BaseException):
-            traceback.print_exception(details)
-        ERR.print(f"The flow ended as {state.name}: {state.message}")
+    details = _details(state)
+    if details is None:
         return 1
     folder = Path(details["folder"])
     if as_json:
@@ -50,13 +41,8 @@ def show_outcome(state: Any, *, as_json: bool) -> int:
 
 def show_export(state: Any, *, as_json: bool) -> int:
     """Print where a checkpoint was exported to; returns the exit code."""
-    details = state.result(raise_on_failure=False)
-    if isinstance(details, LockstepError):
-        raise details
-    if not isinstance(details, Mapping):
-        if isinstance(details, BaseException):
-            traceback.print_exception(details)
-        ERR.print(f"The flow ended as {state.name}: {state.message}")
+    details = _details(state)
+    if details is None:
         return 1
     if as_json:
         OUT.print_json(json.dumps(details))
@@ -152,9 +138,8 @@ def print_run(folder: Path, details: Mapping[str, Any]) -> None:
     green = Verdict(details["verdict"]).is_green
     OUT.print(Text(details["verdict"], style="bold green" if green else "bold red"))
     OUT.print(details["headline"])
-    comparison = details.get("comparison")
-    if comparison:
-        _print_comparison(comparison)
+    if details.get("comparison"):
+        print_evidence(details["comparison"])
     for row in (details.get("night") or {}).get("rows", ()):
         OUT.print(f"  {row['label']:<13} {row['name']}")
         for rank, suspect in enumerate(row["suspects"][:SHOWN_SUSPECTS], start=1):
@@ -166,7 +151,8 @@ def print_run(folder: Path, details: Mapping[str, Any]) -> None:
             f"  {equal} {output['how']:<5} {output['stage']} {output['output']} "
             f"{output['locked'][:12]}"
         )
-    OUT.print(f"chain digest  {details['chain_digest']}")
+    if details["chain_digest"]:
+        OUT.print(f"chain digest  {details['chain_digest']}")
     alignment, native = details.get("alignment"), details.get("native_control")
     if alignment:
         OUT.print(
@@ -180,32 +166,48 @@ def print_run(folder: Path, details: Mapping[str, Any]) -> None:
         OUT.print(f"MLflow        {details['mlflow_command']}")
 
 
-def show_diff(
-    a: str, b: str | None, *, across: Sequence[str], runs_dir: Path, as_json: bool
-) -> int:
-    """Compare two ledgers; the exit code is that of the verdict."""
-    left, right = (f"{a}/a", f"{a}/b") if b is None else (a, b)
-    comparison = compare_ledgers(
-        open_leg(left, runs_dir), open_leg(right, runs_dir), across=tuple(across)
-    )
-    if as_json:
-        OUT.print_json(json.dumps(comparison.to_dict(), default=str))
-    else:
-        _print_verdict(comparison)
+def _details(state: Any) -> Mapping[str, Any] | None:
+    """What a flow run ended with; None, and its error printed, where that is no record of ours."""
+    from flows.conclusion import RedVerdictError  # `diff` and `show` load no Prefect
+
+    details = state.result(raise_on_failure=False)
+    if isinstance(details, RedVerdictError):
+        details = details.details
+    if isinstance(details, LockstepError):
+        raise details
+    if isinstance(details, Mapping):
+        return details
+    if isinstance(details, BaseException):
+        traceback.print_exception(details)
+    ERR.print(f"The flow ended as {state.name}: {state.message}")
+    return None
+
+
+def show_diff(names: Sequence[str], *, across: Sequence[str], runs_dir: Path, as_json: bool) -> int:
+    """Compare two legs, checkpoints or locks; the exit code is that of the verdict."""
+    with open_sides(names, runs_dir) as (a, b):
+        comparison = compare_sides(a, b, across=across)
+        if as_json:
+            labels = {"a": a.label, "b": b.label}
+            OUT.print_json(json.dumps({**comparison.to_dict(), "sides": labels}, default=str))
+        else:
+            OUT.print(f"a: {a.kind} {a.label}\nb: {b.kind} {b.label}")
+            print_difference(comparison.to_dict())
     return comparison.verdict.exit_code
 
 
-def _print_verdict(comparison: Comparison) -> None:
-    style = "bold green" if comparison.verdict.is_green else "bold red"
-    OUT.print(Text(str(comparison.verdict), style=style))
-    OUT.print(comparison.headline)
-    _print_comparison(comparison.to_dict())
-
-
-def _print_comparison(comparison: Mapping[str, Any]) -> None:
-    for title in ("identity_differences", "environment_differences"):
-        for field, left, right in comparison.get(title, ()):
-            OUT.print(f"  {title.split('_')[0]} {field}: {left!r} | {right!r}")
+def show_reproduction(state: Any, *, as_json: bool) -> int:
+    """Print what came of running a step again; the exit code is that of the records' verdict."""
+    details = _details(state)
+    if details is None:
+        return 1
+    if as_json:
+        OUT.print_json(json.dumps(details, default=str))
+    else:
+        print_difference(details)
+        for again in details.get("replays", ()):
+            OUT.print(again["summary"])
+    return Verdict(details["verdict"]).exit_code
 
 
 def _steps_table(leg_folder: Path, leg: str) -> Table:

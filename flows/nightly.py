@@ -24,7 +24,7 @@ from model_specs.run_spec import RunSpec
 from model_specs.variation import Variation, draw_variation
 from tasks.compare import LegResult
 from tasks.night_page import publish_nights
-from tasks.nights import about, compare_night, decisive, night_details
+from tasks.nights import about, compare_night, decisive, night_details, shown_legs
 
 
 @flow(name="nightly", flow_run_name=run_name)
@@ -53,6 +53,7 @@ def nightly(request: NightlyRequest, runs_dir: str = "runs", run_id: str | None 
             "about": about(rows),
             "night": night_details(run.folder, rows, variation=variation, resumed_at=middle),
         },
+        found=shown_legs(run.folder, rows),
     )
     publish_nights(run.folder.parent)
     return state

@@ -144,6 +144,44 @@ class NightlyRequest(TwinRequest):
     """What leg b is run under; all by default, and nothing where it is empty."""
 
 
+class CompareRequest(Frozen):
+    """Which legs are compared: by their names, or by the tags that they carry in MLflow."""
+
+    runs: tuple[str, ...] = ()
+    """Two or more of `RUN`, `RUN/LEG`, a folder, `mlflow:ID`; all are compared with the first."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tag -> value, such as `{"trajectory_fingerprint": "8cf650..."}`; all legs that carry them."""
+    experiment: str | SkipJsonSchema[None] = None
+    """MLflow experiment that is searched by `tags`; all when it is not given."""
+    across: tuple[str, ...] = ()
+    """What is expected to differ: fields such as `optimizer.lr`, or groups such as `layout`."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> CompareRequest:
+        if bool(self.runs) == bool(self.tags):
+            raise ValueError("exactly one of runs and tags is needed")
+        if len(self.runs) == 1:
+            raise ValueError(f"two or more runs are needed, not {self.runs[0]!r} alone")
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """Say in the schema, too, that exactly one of both is given."""
+        schema: dict[str, Any] = handler.resolve_ref_schema(handler(core_schema))
+        schema["oneOf"] = [{"required": [name]} for name in ("runs", "tags")]
+        schema["properties"]["runs"]["minItems"] = 2
+        schema["properties"]["tags"]["minProperties"] = 1
+        return schema
+
+    def describe(self) -> str:
+        """Return what is compared in a few words."""
+        if self.runs:
+            return " ".join(self.runs[:3]) + (
+                f" and {len(self.runs) - 3} more" * (len(self.runs) > 3)
+            )
+        return " ".join(f"{name}={value}" for name, value in self.tags.items())
+
+
 def flip_request(text: str | None) -> FlipRequest | None:
     """Return the flip that an `--inject-flip` text means; None for None.
 

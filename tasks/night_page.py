@@ -18,6 +18,7 @@ from prefect.context import FlowRunContext
 from engines.provenance.fence import write_durably
 from engines.provenance.verdict import Verdict
 from engines.runs import read_json
+from tasks.html_page import Raw, chip, page, section, table, tone_of
 
 MAX_NIGHTS = 30
 """Of each recipe."""
@@ -30,13 +31,13 @@ Night = Mapping[str, Any]
 def publish_nights(runs_dir: Path) -> Path:
     """Write the page, and attach the newest nights to the current flow run; return its path."""
     nights = read_nights(runs_dir)
-    page = runs_dir / PAGE
-    write_durably(page, render_nights(nights).encode())
+    place = runs_dir / PAGE
+    write_durably(place, render_nights(nights).encode())
     if FlowRunContext.get() is not None:
         create_markdown_artifact(
-            key="nights", markdown=nights_markdown(nights), description=f"The nights in {page}"
+            key="nights", markdown=nights_markdown(nights), description=f"The nights in {place}"
         )
-    return page
+    return place
 
 
 def read_nights(runs_dir: Path) -> list[Night]:
@@ -54,66 +55,52 @@ def read_nights(runs_dir: Path) -> list[Night]:
 
 def render_nights(nights: Sequence[Night]) -> str:
     """Return the page: self-contained, light and dark."""
-    style = (Path(__file__).with_name("report.css")).read_text(encoding="utf-8")
     recipes = sorted({details["night"]["recipe"] for details in nights})
-    parts = [
-        _table(recipe, [details for details in nights if details["night"]["recipe"] == recipe])
+    tables = "".join(
+        section(
+            recipe,
+            table(
+                ("ended (UTC)", "verdict", "steps", "chain", "compared", "first divergence"),
+                [_row(details) for details in nights if details["night"]["recipe"] == recipe],
+            ),
+        )
         for recipe in recipes
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Nights</title>\n<style>\n{style}</style></head>\n<body>\n"
-        f"{_band(nights)}{''.join(parts)}</body></html>\n"
     )
+    return page("Nights", _band(nights) + tables)
 
 
 def _band(nights: Sequence[Night]) -> str:
     if not nights:
         return "<h1>No night yet</h1>\n"
     newest = nights[0]
-    green = sum(_is_green(details) for details in nights)
+    green = sum(Verdict(details["verdict"]).is_green for details in nights)
     return (
-        f'<div class="band {_colour(newest)}"><h1>{escape(newest["verdict"])}</h1>\n'
-        f"<p>{escape(newest['headline'])}</p>\n"
-        f"<p class=soft>newest of {len(nights)} nights, {green} of them green</p></div>\n"
+        f'<header class="band {tone_of(newest["verdict"])}">'
+        f"<h1>{escape(newest['verdict'])}</h1>\n<p>{escape(newest['headline'])}</p>\n"
+        f'<p class="soft">newest of {len(nights)} nights, {green} of them green</p></header>\n'
     )
 
 
-def _table(recipe: str, nights: Sequence[Night]) -> str:
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("ended (UTC)", "verdict", "steps", "chain", "compared", "first divergence")
-    )
-    rows = "".join(_night_row(details) for details in nights)
+def _row(details: Night) -> tuple[object, ...]:
+    night, name = details["night"], escape(details["run_id"])
+    found = details["first_divergence"] or ""
+    if not found and not Verdict(details["verdict"]).is_green:
+        found = details["headline"]
+    suspect = night["first_suspect"]
+    parts = [escape(found), f"<b>first suspect</b> {escape(suspect)}" if suspect else ""]
     return (
-        f"<h2>{escape(recipe)}</h2>\n"
-        f'<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>\n'
+        Raw(f'{escape(night["ended_at"])}<br><a href="{name}/report.html">{name}</a>'),
+        chip(details["verdict"], tone_of(details["verdict"])),
+        night["num_steps"],
+        Raw(f"<code>{escape(details['chain_digest'] or 'none')[:12]}</code>"),
+        Raw("<br>".join(_claim(row) for row in night["rows"])),
+        Raw("<br>".join(part for part in parts if part)),
     )
 
 
-def _night_row(details: Night) -> str:
-    night = details["night"]
-    compared = "<br>".join(
-        f'<span class="{_row_colour(row)}">{escape(row["name"])}: {escape(row["label"])}</span>'
-        for row in night["rows"]
-    )
-    name = escape(details["run_id"])
-    parts = [escape(details["first_divergence"] or "")]
-    if not _is_green(details):
-        parts = [parts[0] or escape(details["headline"])]
-    if night["first_suspect"]:
-        parts.append(f"<b>first suspect</b> {escape(night['first_suspect'])}")
-    cells = (
-        ("short", f'{escape(night["ended_at"])}<br><a href="{name}/report.html">{name}</a>'),
-        ("short", f'<b class="{_colour(details)}">{escape(details["verdict"])}</b>'),
-        ("number", str(night["num_steps"])),
-        ("short mono", escape(details["chain_digest"] or "none")[:12]),
-        ("short", compared),
-        ("long", "<br>".join(part for part in parts if part)),
-    )
-    row = "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in cells)
-    return f"<tr>{row}</tr>\n"
+def _claim(row: Mapping[str, Any]) -> str:
+    tone = "plain" if row["verdict"] is None else tone_of(row["verdict"])
+    return f"{escape(row['name'])} {chip(row['label'], tone)}"
 
 
 def nights_markdown(nights: Sequence[Night], *, limit: int = MAX_NIGHTS) -> str:
@@ -131,17 +118,3 @@ def nights_markdown(nights: Sequence[Night], *, limit: int = MAX_NIGHTS) -> str:
             f"| {night['first_suspect'] or ''} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def _is_green(details: Night) -> bool:
-    return Verdict(details["verdict"]).is_green
-
-
-def _colour(details: Night) -> str:
-    return "green" if _is_green(details) else "red"
-
-
-def _row_colour(row: Mapping[str, Any]) -> str:
-    if row["verdict"] is None:
-        return "soft"
-    return "green" if Verdict(row["verdict"]).is_green else "red"

@@ -14,15 +14,15 @@ A row without a verdict compared nothing; it says so and is never counted as equ
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engines.provenance.diff import Comparison, compare_ledgers
 from engines.provenance.suspects import Difference, Suspect, rank_suspects
 from engines.provenance.verdict import Verdict, worst
-from engines.runs import read_spec
+from engines.runs import legs, read_spec
 from model_specs.errors import LockstepError
 from model_specs.fingerprint import spec_differences
 from model_specs.run_spec import RunSpec
@@ -51,6 +51,8 @@ class Row:
     comparison: Comparison | None = None
     suspects: tuple[Suspect, ...] = ()
     commands: tuple[str, ...] = ()
+    sides: Mapping[str, Path] = field(default_factory=dict)
+    """Leg, as `lockstep diff` takes it -> its folder; empty where nothing was compared."""
 
     @property
     def label(self) -> str:
@@ -105,7 +107,7 @@ def _twin_row(folder: Path, variation: Variation) -> Row:
         "a = b",
         found,
         suspects=rank_suspects(found.environment_differences, declared=changed),
-        commands=(f"lockstep diff {folder.name}/a {folder.name}/b",),
+        sides={f"{folder.name}/a": folder / "a", f"{folder.name}/b": folder / "b"},
     )
 
 
@@ -115,7 +117,7 @@ def _resume_row(folder: Path) -> Row:
         "resume = a",
         found,
         suspects=rank_suspects(found.environment_differences),
-        commands=(f"lockstep diff {folder.name}/a {folder.name}/resume",),
+        sides={f"{folder.name}/a": folder / "a", f"{folder.name}/resume": folder / "resume"},
     )
 
 
@@ -139,7 +141,10 @@ def baseline_row(folder: Path) -> Row:
         found,
         note=baseline.note,
         suspects=rank_suspects(changes),
-        commands=(f"lockstep diff {baseline.run_id}/a {folder.name}/a",),
+        sides={
+            f"{baseline.run_id}/a": baseline.folder / "a",
+            f"{folder.name}/a": folder / "a",
+        },
     )
 
 
@@ -188,7 +193,7 @@ def _row(
     *,
     note: str = "",
     suspects: tuple[Suspect, ...] = (),
-    commands: tuple[str, ...] = (),
+    sides: Mapping[str, Path] | None = None,
 ) -> Row:
     return Row(
         name=name,
@@ -196,7 +201,10 @@ def _row(
         summary=f"{note}: {found.headline}" if note else found.headline,
         comparison=found,
         suspects=suspects,
-        commands=() if found.verdict.is_green else commands,
+        commands=()
+        if found.verdict.is_green or not sides
+        else (f"lockstep diff {' '.join(sides)}",),
+        sides=sides or {},
     )
 
 
@@ -205,6 +213,13 @@ def decisive(rows: Sequence[Row]) -> Row | None:
     compared = [row for row in rows if row.comparison is not None]
     verdict = worst(row.comparison.verdict for row in compared if row.comparison is not None)
     return next((row for row in compared if row.verdict == verdict), None)
+
+
+def shown_legs(folder: Path, rows: Sequence[Row]) -> dict[str, Path]:
+    """Return the legs of the report: first the two that decide, then the others of the night."""
+    row = decisive(rows)
+    shown = dict(row.sides) if row is not None else {}
+    return shown | {f"{folder.name}/{leg}": folder / leg for leg in legs(folder)}
 
 
 def about(rows: Sequence[Row]) -> str:

@@ -19,7 +19,8 @@ from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
 from tasks import convert, download, gates, session, train
-from tests.flows.command_line import CommandLine, Ended, clean_environment
+from tests.flows.command_line import SHORT, CommandLine, Ended, clean_environment
+from tests.flows.mlflow_server import free_port
 from tests.flows.prefect_server import Server, serving
 
 
@@ -102,6 +103,23 @@ def lockstep(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
 def twin(lockstep: CommandLine) -> Ended:
     """The main job as a user runs it: two legs of eight steps with all gates and controls."""
     return lockstep("run", "tiny_cpu", "--twin", "--run-id", "twin")
+
+
+@pytest.fixture(scope="session")
+def tracking_port() -> int:
+    """A port on which no tracking server is up, until a test starts one."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def flipped(lockstep: CommandLine, tracking_port: int) -> Ended:
+    """A twin of two steps with one bit flipped, while its MLflow server is down."""
+    down = {**lockstep.environment, "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{tracking_port}"}
+    run = dataclasses.replace(lockstep, environment=down)
+    return run(
+        *("run", "tiny_cpu", "--twin", "--json", "--run-id", "flipped"),
+        *("--inject-flip", "step=2,probe=grads", "--set", "plan.num_steps=2", *SHORT),
+    )
 
 
 @pytest.fixture(scope="session")

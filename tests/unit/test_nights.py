@@ -126,14 +126,14 @@ def test_the_page_shows_verdict_chain_place_suspect_and_links_and_fetches_nothin
     assert "step 1 update 0 tokens 1/train-0/0" in page
     assert "<b>first suspect</b> library torch: 2.13.0 -&gt; 2.13.1" in page
     assert "&lt;b&gt;what was found" in page
-    for address in ("http://", "https://", "<script", "src="):
+    for address in ("http://", "https://", "src="):
         assert address not in page
     assert page == render_nights([night(2, "Diverged"), night(1)])
     assert render_nights([]).count("No night yet") == 1
 
 
 def test_the_report_of_a_night_names_claims_suspects_and_what_was_varied() -> None:
-    from tasks.html_report import _night
+    from tasks.html_night import night_section
     from tasks.report import markdown
 
     red = row("tonight = night-1", UNEQUAL, SUSPECTS).to_dict()
@@ -142,12 +142,12 @@ def test_the_report_of_a_night_names_claims_suspects_and_what_was_varied() -> No
         "rows": [{**red, "commands": ["lockstep diff night-1/a night-2/a"]}, NONE_YET.to_dict()],
         "variation": {"seed": 1, "varied": [["TZ", "Asia/Kathmandu"], ["threads", "2"]]},
     }
-    page = _night(details)
+    page = night_section(details)
     for text in ("lockstep diff night-1/a night-2/a", "library torch", "Asia/Kathmandu"):
         assert text in page
     details["night"]["variation"]["varied"] = []
-    assert "Nothing was varied." in _night(details)
-    assert _night({"verdict": "Aligned"}) == ""
+    assert "Nothing was varied." in night_section(details)
+    assert night_section({"verdict": "Aligned"}) == ""
     text = markdown({**details, "legs": {}})
     assert "- tonight = night-1: Diverged\n- tonight = baseline: no baseline\n" in text
     assert "- first suspect: library torch" in text
