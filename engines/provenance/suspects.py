@@ -59,7 +59,7 @@ class Suspect:
 
     def __str__(self) -> str:
         """Say it in one line."""
-        name = self.field.removeprefix("sources.").removeprefix("versions.")
+        name = re.sub(r"^(sources|versions|variables)\.", "", self.field)
         where = f" ({', '.join(self.places)})" if self.places else ""
         on_purpose = ", varied on purpose" if self.declared else ""
         return (
