@@ -35,7 +35,7 @@ NO_BASELINE = "no baseline"
 
 DECLARED = {
     "threads": (r"threads$", r"variables\.(OMP|MKL)_NUM_THREADS$"),
-    "rollout_engines": (r"^rollout\.rollout-\d+\.",),
+    "rollout_engines": (r"^engine rollout\.rollout-\d+$",),
 }
 """Field of the variation -> patterns of the facts of the environment that it changes."""
 

@@ -30,12 +30,15 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("switch", r"^(torch\.|deterministic_algorithms$|threads$)"),
     ("variable", r"^variables\."),
     ("rollout engine", r"^(vllm_config\.|shared_ops|policy$|dtype$|stop_token_ids|tied)"),
-    ("execution", r"^execution\."),
+    ("execution", r"^(execution\.|engine )"),
     ("plan", r"^plan\."),
     ("commit", r"^git\."),
     ("other", r""),
 )
 """Kind and pattern of its fields, likeliest first."""
+
+ABSENT = "<absent>"
+"""Stands for a fact that only one of two environments has, as in `engines.provenance.diff`."""
 
 _PLACE = re.compile(r"^(trainer|rollout\.[^.]+)\.(?=.)")
 """An environment is nested by the engine that it was read back in."""
@@ -56,7 +59,7 @@ class Suspect:
 
     def __str__(self) -> str:
         """Say it in one line."""
-        name = self.field.removeprefix("sources.").removeprefix("versions.")
+        name = re.sub(r"^(sources|versions|variables)\.", "", self.field)
         where = f" ({', '.join(self.places)})" if self.places else ""
         on_purpose = ", varied on purpose" if self.declared else ""
         return (
@@ -75,6 +78,7 @@ def rank_suspects(
             `execution.threads`, `plan.num_steps` and `git.commit` may stand among them.
         declared: Patterns of fields that were varied on purpose.
     """
+    differences = _whole_engines(list(differences))
     merged: dict[tuple[str, str, str], tuple[Difference, list[str]]] = {}
     for field, before, after in differences:
         place = _PLACE.match(field)
@@ -101,6 +105,24 @@ def rank_suspects(
         for rank, field, before, after, places in sorted(found, key=lambda item: item[:2])
     ]
     return tuple(sorted(suspects, key=lambda suspect: suspect.declared))
+
+
+def _whole_engines(differences: Sequence[Difference]) -> list[Difference]:
+    """Say of an engine that only one side has that it is there, instead of all its facts."""
+    alone = {
+        field.removesuffix(".engine_index"): (before == ABSENT, after == ABSENT)
+        for field, before, after in differences
+        if field.endswith(".engine_index") and ABSENT in (before, after)
+    }
+    rest = [
+        difference
+        for difference in differences
+        if not any(difference[0].startswith(f"{engine}.") for engine in alone)
+    ]
+    return rest + [
+        (f"engine {engine}", ABSENT if new else "there", ABSENT if old else "there")
+        for engine, (new, old) in alone.items()
+    ]
 
 
 def _rank(field: str) -> int:

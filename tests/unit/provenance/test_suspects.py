@@ -57,10 +57,19 @@ def test_what_was_varied_on_purpose_comes_after_all_that_was_not() -> None:
     assert str(suspects[-1]).endswith(", varied on purpose")
 
 
-def test_an_engine_that_is_there_on_one_side_alone_can_be_declared_by_its_place() -> None:
-    differences = [("rollout.rollout-1.threads", "<absent>", 2)]
-    assert rank_suspects(differences, declared=(r"^rollout\.rollout-\d+\.",))[0].declared
+def test_an_engine_that_is_there_on_one_side_alone_is_one_suspect() -> None:
+    facts = ("engine_index", "threads", "versions.torch", "variables.OMP_NUM_THREADS")
+    differences = [(f"rollout.rollout-1.{fact}", "<absent>", "1") for fact in facts]
+    (suspect,) = rank_suspects(differences, declared=(r"^engine rollout\.rollout-\d+$",))
+    assert str(suspect) == (
+        "execution engine rollout.rollout-1: <absent> -> there, varied on purpose"
+    )
     assert not rank_suspects(differences, declared=(r"^trainer\.",))[0].declared
+    # A fact that is new in an engine that both have is a suspect of its own.
+    new = [("rollout.rollout-0.variables.MKL_CBWR", "<absent>", "AVX2")]
+    assert [found.kind for found in rank_suspects([*differences, *new])] == [
+        *("variable", "execution")
+    ]
 
 
 def test_what_no_pattern_knows_is_still_shown() -> None:
