@@ -47,6 +47,9 @@ def divergence_card(comparison: Mapping[str, Any], sides: Sequence[str]) -> str:
     parts.append(f'<p class="soft">{escape(first["detail"])}</p>\n')
     parts.append(_histogram(first.get("ulp_histogram") or ()))
     names = " ".join(sides)
+    declared = ",".join(field for field, _, _ in comparison.get("identity_differences", ()))
+    if declared:
+        names += f" --across {declared}"
     next_steps = [f"lockstep diff {names}", f"lockstep diff {names} --reproduce"]
     parts.append(commands(next_steps))
     return section("First difference", f'<div class="card">{"".join(parts)}</div>\n')
@@ -74,11 +77,17 @@ def _histogram(histogram: Sequence[Sequence[int]]) -> str:
         return ""
     most = max(count for _, _, count in histogram)
     bars = "".join(
-        f"<div><span>{low if low == high else f'{low} to {high}'}</span>"
+        f"<div><span>{_bucket(low, high)}</span>"
         f'<i style="width:{max(1.0, 70 * count / most):.1f}%"></i><b>{count}</b></div>\n'
         for low, high, count in histogram
     )
     return f'<div class="histogram"><p class="soft">elements by ULP</p>\n{bars}</div>\n'
+
+
+def _bucket(low: int, high: int) -> str:
+    if high > 1024:
+        return f"up to 2<sup>{high.bit_length() - 1}</sup>"
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def completion_card(comparison: Mapping[str, Any]) -> str:
