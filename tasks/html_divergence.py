@@ -43,7 +43,7 @@ def divergence_card(comparison: Mapping[str, Any], sides: Sequence[str]) -> str:
     )
     parts = [f'<div class="where">{path}</div>\n']
     if first["element"] is not None:
-        parts.append(_values(first, comparison))
+        parts.append(_values(first))
     parts.append(f'<p class="soft">{escape(first["detail"])}</p>\n')
     parts.append(_histogram(first.get("ulp_histogram") or ()))
     names = " ".join(sides)
@@ -55,7 +55,7 @@ def divergence_card(comparison: Mapping[str, Any], sides: Sequence[str]) -> str:
     return section("First difference", f'<div class="card">{"".join(parts)}</div>\n')
 
 
-def _values(first: Mapping[str, Any], comparison: Mapping[str, Any]) -> str:
+def _values(first: Mapping[str, Any]) -> str:
     sides = "".join(
         f'<div class="value {side}"><span>{side}</span>'
         f"<b>{escape(repr(first[f'value_{side}']))}</b><code>{escape(str(first[f'hex_{side}']))}</code></div>"
