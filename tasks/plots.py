@@ -125,15 +125,15 @@ def _ticks(columns: Sequence[Any]) -> tuple[list[float], list[str]]:
 
 def _histogram(first: Mapping[str, Any]) -> Any:
     rows = first["ulp_histogram"]
-    names = [str(low) if low == high else f"{low}-{high}" for low, high, _ in rows]
+    names = [f"$2^{{{high.bit_length() - 1}}}$" for _, high, _ in rows]
     figure = _figure(7, 3.2)
     axes = figure.subplots()
     axes.bar(range(len(rows)), [count for _, _, count in rows], color=COLOURS[3])
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.7)
-    axes.set_xticks(range(len(rows)), names, fontsize=8, rotation=45, ha="right")
+    axes.set_xticks(range(len(rows)), names, fontsize=9)
     axes.set_ylabel("elements", fontsize=9)
-    axes.set_xlabel("ULP", fontsize=9)
+    axes.set_xlabel("ULP, up to", fontsize=9)
     axes.set_title(f"{first['probe']} {first['name']}, step {first['step']}", fontsize=10)
     axes.grid(axis="y", alpha=0.25)
     return figure
