@@ -49,6 +49,8 @@ def histogram_lines(histogram: Any) -> list[str]:
     lines = ["  ULP             elements"]
     for low, high, count in rows:
         name = str(low) if low == high else f"{low}-{high}"
+        if high > 1024:
+            name = f"up to 2^{high.bit_length() - 1}"
         lines.append(f"  {name:<15} {count:>8} {'#' * max(1, round(_BAR * count / most))}")
     return lines
 

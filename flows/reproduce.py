@@ -104,17 +104,18 @@ def replay(side: Side, name: str, step: int) -> Replay:
         ArtifactError: The leg's folder is not here, or the replay failed.
     """
     leg = side.path
-    if step == 0:
-        raise SpecError(
-            f"{side.label} differs in the state that it begins with: no step made it; "
-            "`lockstep diff A@0 B@0` compares the two states"
-        )
     if not (leg / "digests").is_dir():
         raise ArtifactError(
             f"{side.label}: its run folder is not here, so no step can be run again"
         )
+    begun = read_ledger(leg).header.start_step
+    if step <= begun:
+        raise SpecError(
+            f"{side.label} differs in the state that it begins with: no step of its own made it; "
+            f"`lockstep diff A@{begun} B@{begun}` compares the two states"
+        )
     start_step, start = runs.checkpoint_before(leg, step)
-    if start_step < read_ledger(leg).header.start_step:
+    if start_step < begun:
         raise ArtifactError(
             f"{side.label} has no checkpoint any more from which to run step {step}"
         )

@@ -176,9 +176,8 @@ class CompareRequest(Frozen):
     def describe(self) -> str:
         """Return what is compared in a few words."""
         if self.runs:
-            return " ".join(self.runs[:3]) + (
-                f" and {len(self.runs) - 3} more" * (len(self.runs) > 3)
-            )
+            more = len(self.runs) - 3
+            return " ".join([*self.runs[:3], *([f"and {more} more"] if more > 0 else [])])
         return " ".join(f"{name}={value}" for name, value in self.tags.items())
 
 

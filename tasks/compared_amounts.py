@@ -10,9 +10,10 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engines.contracts import PROBES
 from engines.provenance.ledger import LedgerLine, read_ledger
 from engines.provenance.side_files import digests_path, read_digests
 from engines.runs import read_spec
@@ -32,13 +33,20 @@ class Amounts:
     """Of gradients, optimizer state and weights; None where the leg's model is not here."""
 
 
-def compared_amounts(leg: Path, *, updates: int) -> Amounts:
+def compared_amounts(leg: Path, *, updates: int, first_probe: str | None = None) -> Amounts:
     """Count over the first `updates` lines of a leg's ledger.
+
+    Args:
+        leg: Folder of the leg.
+        updates: Number of lines that are equal, line 0 included.
+        first_probe: Where the next line parts; what it has before that counts as well.
 
     Raises:
         ArtifactError: The ledger or a side file is missing or damaged.
     """
-    lines = read_ledger(leg).lines[:updates]
+    lines = list(read_ledger(leg).lines[: updates + (first_probe in PROBES)])
+    if first_probe in PROBES and len(lines) > updates:
+        lines[-1] = _before(lines[-1], str(first_probe))
     tokens = sum(int(line.metrics.get("gate/num_tokens", 0)) for line in lines)
     elements = _elements(leg / "model")
     if not elements or not (leg / "digests").is_dir():
@@ -56,11 +64,22 @@ def compared_amounts(leg: Path, *, updates: int) -> Amounts:
     return Amounts(tokens=tokens, tensor_bytes=total)
 
 
+def _before(line: LedgerLine, first_probe: str) -> LedgerLine:
+    """The line with the probes before one of them."""
+    equal = PROBES[: PROBES.index(first_probe)]
+    return replace(
+        line,
+        counts={probe: count for probe, count in line.counts.items() if probe in equal},
+        metrics=line.metrics if "tokens" in equal else {},
+    )
+
+
 def _line_bytes(leg: Path, line: LedgerLine, elements: Mapping[str, int], wire: int) -> int:
     digests = read_digests(leg, line.step, line.update)
     return sum(
         (wire if probe in _WIRE_PROBES else 4) * elements.get(_plain(name), 0)
         for probe in (*_FLOAT32_PROBES, *_WIRE_PROBES)
+        if probe in line.counts
         for name in digests.get(probe, {})
     )
 

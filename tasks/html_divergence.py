@@ -43,16 +43,19 @@ def divergence_card(comparison: Mapping[str, Any], sides: Sequence[str]) -> str:
     )
     parts = [f'<div class="where">{path}</div>\n']
     if first["element"] is not None:
-        parts.append(_values(first, comparison))
+        parts.append(_values(first))
     parts.append(f'<p class="soft">{escape(first["detail"])}</p>\n')
     parts.append(_histogram(first.get("ulp_histogram") or ()))
     names = " ".join(sides)
+    declared = ",".join(field for field, _, _ in comparison.get("identity_differences", ()))
+    if declared:
+        names += f" --across {declared}"
     next_steps = [f"lockstep diff {names}", f"lockstep diff {names} --reproduce"]
     parts.append(commands(next_steps))
     return section("First difference", f'<div class="card">{"".join(parts)}</div>\n')
 
 
-def _values(first: Mapping[str, Any], comparison: Mapping[str, Any]) -> str:
+def _values(first: Mapping[str, Any]) -> str:
     sides = "".join(
         f'<div class="value {side}"><span>{side}</span>'
         f"<b>{escape(repr(first[f'value_{side}']))}</b><code>{escape(str(first[f'hex_{side}']))}</code></div>"
@@ -74,11 +77,17 @@ def _histogram(histogram: Sequence[Sequence[int]]) -> str:
         return ""
     most = max(count for _, _, count in histogram)
     bars = "".join(
-        f"<div><span>{low if low == high else f'{low} to {high}'}</span>"
+        f"<div><span>{_bucket(low, high)}</span>"
         f'<i style="width:{max(1.0, 70 * count / most):.1f}%"></i><b>{count}</b></div>\n'
         for low, high, count in histogram
     )
     return f'<div class="histogram"><p class="soft">elements by ULP</p>\n{bars}</div>\n'
+
+
+def _bucket(low: int, high: int) -> str:
+    if high > 1024:
+        return f"up to 2<sup>{high.bit_length() - 1}</sup>"
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def completion_card(comparison: Mapping[str, Any]) -> str:

@@ -92,7 +92,11 @@ def _compared(found: Mapping[str, Path], comparison: Mapping[str, Any]) -> str:
     if not comparison or not comparison.get("compared"):
         return section("What was looked at", tiles([reused])) if stages else ""
     compared = comparison["compared"]
-    amounts = compared_amounts(next(iter(found.values())), updates=compared["updates"])
+    amounts = compared_amounts(
+        next(iter(found.values())),
+        updates=compared["updates"],
+        first_probe=(comparison.get("first") or {}).get("probe"),
+    )
     figures = [
         ("steps in common", str(comparison["common_steps"])),
         ("updates equal", str(compared["updates"])),
@@ -108,7 +112,7 @@ def _compared(found: Mapping[str, Path], comparison: Mapping[str, Any]) -> str:
 def _pairs(details: Mapping[str, Any]) -> str:
     """Each leg against the first, where a comparison has several."""
     pairs = details.get("pairs", ())
-    if not pairs:
+    if len(pairs) < 2:
         return ""
     rows = [
         (pair["a"], pair["b"], chip(pair["verdict"], tone_of(pair["verdict"])), pair["headline"])

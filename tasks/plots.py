@@ -8,6 +8,8 @@ functions (a second).
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,8 @@ from engines.contracts import PROBES
 from engines.provenance.ledger import Ledger, read_ledger
 from tasks.charts import CURVES, curve
 from tasks.html_divergence import cell_state, strip_columns
+
+logger = logging.getLogger("lockstep")
 
 STATES = ("absent", "equal", "after", "differs")
 COLOURS = ("#d5dbe1", "#2da44e", "#f0a8ab", "#c9252d")
@@ -35,8 +39,11 @@ def write_plots(
         comparison: `Comparison.to_dict`, or empty.
 
     Returns:
-        The names of the files.
+        The names of the files; none, with a warning, where matplotlib is not installed.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        logger.warning("no plots were drawn: matplotlib is not installed in this environment")
+        return ()
     folder.mkdir(exist_ok=True)
     ledgers = {name: read_ledger(path) for name, path in list(found.items())[:2]}
     first = comparison.get("first") or {}
@@ -118,15 +125,15 @@ def _ticks(columns: Sequence[Any]) -> tuple[list[float], list[str]]:
 
 def _histogram(first: Mapping[str, Any]) -> Any:
     rows = first["ulp_histogram"]
-    names = [str(low) if low == high else f"{low}-{high}" for low, high, _ in rows]
+    names = [f"$2^{{{high.bit_length() - 1}}}$" for _, high, _ in rows]
     figure = _figure(7, 3.2)
     axes = figure.subplots()
     axes.bar(range(len(rows)), [count for _, _, count in rows], color=COLOURS[3])
     axes.set_yscale("log")
     axes.set_ylim(bottom=0.7)
-    axes.set_xticks(range(len(rows)), names, fontsize=8, rotation=45, ha="right")
+    axes.set_xticks(range(len(rows)), names, fontsize=9)
     axes.set_ylabel("elements", fontsize=9)
-    axes.set_xlabel("ULP", fontsize=9)
+    axes.set_xlabel("ULP, up to", fontsize=9)
     axes.set_title(f"{first['probe']} {first['name']}, step {first['step']}", fontsize=10)
     axes.grid(axis="y", alpha=0.25)
     return figure

@@ -66,8 +66,9 @@ def markdown(details: Mapping[str, Any]) -> str:
         str(details["headline"]),
         "",
         f"- run `{details['run_id']}`",
-        f"- chain digest `{details['chain_digest']}`",
     ]
+    if details["chain_digest"]:
+        lines.append(f"- chain digest `{details['chain_digest']}`")
     if details["first_divergence"]:
         lines.append(f"- first divergence: {details['first_divergence']}")
     if night := details.get("night"):
@@ -78,13 +79,18 @@ def markdown(details: Mapping[str, Any]) -> str:
     pairs = details.get("pairs", ())
     if pairs:
         lines += ["", "| a | b | verdict | what |", "| --- | --- | --- | --- |"]
-        lines += [f"| {p['a']} | {p['b']} | {p['verdict']} | {p['headline']} |" for p in pairs]
+        lines += [_row(p["a"], p["b"], p["verdict"], p["headline"]) for p in pairs]
         return "\n".join(lines) + "\n"
     lines += ["", "| leg | gate | verdict | figure |", "| --- | --- | --- | --- |"]
     for name, leg in details["legs"].items():
         for gate, facts in leg["gates"].items():
-            lines.append(f"| {name} | {gate} | {facts['verdict']} | {facts['summary']} |")
+            lines.append(_row(name, gate, facts["verdict"], facts["summary"]))
     return "\n".join(lines) + "\n"
+
+
+def _row(*cells: str) -> str:
+    """One row of a table; a bar inside a cell would end it."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def stage_rows(folder: Path) -> list[dict[str, Any]]:

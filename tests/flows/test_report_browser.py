@@ -239,5 +239,8 @@ def test_the_bytes_under_the_digests_are_those_of_the_named_tensors(
     try:
         # Line 0 has weights (4 bytes an element), sent and received (bfloat16); steps have all.
         assert compared_amounts(leg, updates=3).tensor_bytes == 10 * (8 + 2 * 16)
+        parted = compared_amounts(leg, updates=3, first_probe="weights")
+        assert parted.tensor_bytes == 10 * (8 + 2 * 16 + 8)
+        assert compared_amounts(leg, updates=3, first_probe="ledger").tensor_bytes == 400
     finally:
         shutil.rmtree(model)
