@@ -94,7 +94,7 @@ def _row(details: Night) -> tuple[object, ...]:
         night["num_steps"],
         Raw(f"<code>{escape(details['chain_digest'] or 'none')[:12]}</code>"),
         Raw("<br>".join(_claim(row) for row in night["rows"])),
-        Raw("<br>".join(part for part in parts if part)),
+        Raw(f'<div class="wrap">{"<br>".join(part for part in parts if part)}</div>'),
     )
 
 
