@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from engines.provenance.diff import Comparison, Divergence
@@ -9,7 +11,7 @@ from engines.provenance.suspects import rank_suspects
 from engines.provenance.verdict import Verdict
 from tasks.compare import LegResult
 from tasks.night_page import MAX_NIGHTS, nights_markdown, render_nights
-from tasks.nights import NO_BASELINE, Row, _alignment_row, about, decisive
+from tasks.nights import NO_BASELINE, Row, _alignment_row, about, decisive, shown_legs
 from tasks.tracked_folder import verdict_tags
 
 EQUAL = Comparison(verdict=Verdict.IDENTICAL, common_steps=2, chain_digest="9f")
@@ -80,6 +82,18 @@ def test_the_worst_comparison_decides_and_its_first_suspect_is_named() -> None:
 def test_what_was_varied_on_purpose_is_not_called_the_first_suspect() -> None:
     declared = rank_suspects([("trainer.threads", 1, 2)], declared=("threads",))
     assert about((row("a = b", UNEQUAL, declared),)) == "a = b"
+
+
+def test_the_report_shows_the_two_legs_that_decide_and_then_the_others(tmp_path: Path) -> None:
+    last, tonight = tmp_path / "last", tmp_path / "tonight"
+    for place in (last / "a", *(tonight / leg for leg in ("a", "b", "resume"))):
+        place.mkdir(parents=True)
+        (place / "ledger.jsonl").touch()
+    sides = {"last/a": last / "a", "tonight/a": tonight / "a"}
+    against = replace(row("tonight = last", UNEQUAL), sides=sides)
+    rows = (row("a = b", EQUAL), against)
+    assert list(shown_legs(tonight, rows)) == ["last/a", "tonight/a", "tonight/b", "tonight/resume"]
+    assert list(shown_legs(tonight, (NONE_YET,))) == ["tonight/a", "tonight/b", "tonight/resume"]
 
 
 def test_a_store_that_cannot_be_read_is_red_and_not_no_baseline() -> None:
