@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
+from flows.baseline_commands import baseline
 from model_specs.errors import CancelledError, LockstepError, SpecError
 
 app = App(
@@ -25,7 +26,6 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 
-baseline = App(name="baseline", help="What nights are compared with: set, unset, show.")
 app.command(baseline)
 
 Set = Annotated[
@@ -145,54 +145,6 @@ def nightly(
     )
     place: dict[str, Any] = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
     return finish(lambda: nightly_flow(request, **place), json)
-
-
-@baseline.command(name="set")
-def set_baseline(
-    run: str, *, reason: str | None = None, runs_dir: RunsDir = Path("runs"), json: Json = False
-) -> int:
-    """Compare the nights of this run's trajectory and device class with it, not with last night.
-
-    Parameters
-    ----------
-    run
-        Run name or folder.
-    reason
-        Why it is right; needed where the run is red, recorded where it is not.
-    """
-    from flows import console
-
-    return console.change_baseline(run, runs_dir=runs_dir, reason=reason, as_json=json)
-
-
-@baseline.command(name="unset")
-def unset_baseline(run: str, *, runs_dir: RunsDir = Path("runs"), json: Json = False) -> int:
-    """Compare with the last green night again.
-
-    Parameters
-    ----------
-    run
-        The run that was set.
-    """
-    from flows import console
-
-    return console.change_baseline(run, runs_dir=runs_dir, unset=True, as_json=json)
-
-
-@baseline.command(name="show")
-def show_baseline(
-    run: str | None = None, *, runs_dir: RunsDir = Path("runs"), json: Json = False
-) -> int:
-    """Show the explicit baselines, or what the next night of a run's trajectory is compared with.
-
-    Parameters
-    ----------
-    run
-        Any run of the trajectory, by name or folder.
-    """
-    from flows import console
-
-    return console.show_baselines(run, runs_dir=runs_dir, as_json=json)
 
 
 @app.command
