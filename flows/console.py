@@ -146,9 +146,10 @@ def print_run(folder: Path, details: Mapping[str, Any]) -> None:
             if row["verdict"] is not None and not Verdict(row["verdict"]).is_green:
                 OUT.print(f"                suspect {rank}: {suspect}")
     for output in details.get("stages", ()):
-        equal = "equal  " if output["equal"] else "DIFFERS"
+        reached = "DIFFERS" if output["found"] is not None else "not run"
+        found = "equal" if output["equal"] else reached
         OUT.print(
-            f"  {equal} {output['how']:<5} {output['stage']} {output['output']} "
+            f"  {found:<7} {output['how']:<5} {output['stage']} {output['output']} "
             f"{output['locked'][:12]}"
         )
     if details["chain_digest"]:
