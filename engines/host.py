@@ -10,6 +10,11 @@ import os
 import time
 from typing import Any
 
+from model_specs.errors import EngineError
+
+CALLED_ASLEEP = frozenset({"wake", "environment", "close"})
+"""Methods that need no tensor of the engine."""
+
 
 def load(import_path: str) -> Any:
     """Return the object that `package.module:name` names."""
@@ -31,7 +36,17 @@ class Host:
         self.engine = load(import_path)(*args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the engine."""
+        """Call a method of the engine.
+
+        Raises:
+            EngineError: The engine sleeps, so that its tensors have no memory, and the method is
+                another than those that it has asleep.
+        """
+        if getattr(self.engine, "is_asleep", False) and method not in CALLED_ASLEEP:
+            raise EngineError(
+                f"{method} was called on an engine that sleeps: its tensors have no memory now; "
+                "wake it first (engines.turns)"
+            )
         return getattr(self.engine, method)(*args, **kwargs)
 
     def run(self, import_path: str, *args: Any, **kwargs: Any) -> Any:

@@ -269,8 +269,7 @@ def push(
     keep: str | None,
 ) -> tuple[Mapping[str, str], Mapping[str, str], tuple[str, ...]]:
     """Send the weights; return sent and received digests and where they are not equal."""
-    buckets, sent = trainer.send(version=version, flip=flip, keep_to=keep)
-    received = rollout.receive(buckets, version=version, flip=flip, keep_to=keep)
+    sent, received = trainer.push(rollout, version=version, flip=flip, keep_to=keep)
     unequal = sorted(
         name for name in sent.keys() | received.keys() if sent.get(name) != received.get(name)
     )

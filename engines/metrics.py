@@ -150,6 +150,13 @@ METRICS: Mapping[str, Metric] = {
     "perf/push_s": Metric(
         meaning="seconds of sending and receiving weights", verl="timing_s/update_weights"
     ),
+    "perf/memory/trainer_awake_mib": Metric(
+        meaning="`execution.sleep`: MiB in use before trainer rank 0 fell asleep; the GPU's, or "
+        "the process's on CPU"
+    ),
+    "perf/memory/trainer_asleep_mib": Metric(meaning="the same, after it"),
+    "perf/memory/rollout_awake_mib": Metric(meaning="the same, before engine 0 fell asleep"),
+    "perf/memory/rollout_asleep_mib": Metric(meaning="the same, after it"),
     "perf/step_s": Metric(
         meaning="seconds since the step began", verl="timing_s/step", trl="step_time"
     ),

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -33,6 +33,9 @@ Set = Annotated[
     Parameter(name="--set", negative=(), help="Override a spec field: key=value. Repeatable."),
 ]
 RunsDir = Annotated[Path, Parameter(help="Folder that holds run folders.")]
+Device = Annotated[
+    Literal["cpu", "cuda"] | None, Parameter(help="The same as --set execution.device=DEVICE.")
+]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON object.")]
 
 
@@ -48,6 +51,7 @@ def run(
     set_: Set = (),
     runs_dir: RunsDir = Path("runs"),
     run_id: str | None = None,
+    device: Device = None,
     json: Json = False,
 ) -> int:
     """Run a recipe: one leg that ends Aligned, or with --twin two that must end Identical.
@@ -75,6 +79,8 @@ def run(
         raise SpecError("--inject-flip needs --twin: a flip is found by comparing two legs")
     if sum((twin or dry_run, rollout_only, train_only is not None)) > 1:
         raise SpecError("--rollout-only and --train-only are runs of their own: give one alone")
+    if device is not None:
+        set_ = (*set_, f"execution.device={device}")
     if dry_run:
         return dry.show_plan(recipe, set_, twin=twin, as_json=json)
     dry.check(recipe, set_, inject_flip)

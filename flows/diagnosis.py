@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +26,9 @@ Level = Literal["ok", "note", "wrong"]
 
 NEEDED = ("torch", "ray", "prefect", "mlflow", "transformers", "huggingface_hub", "megatron-core")
 OUR_PACKAGES = ("flows", "tasks", "engines", "model_specs")
+DEVICES = Path("/dev")
+OLDEST_DRIVER = 580
+"""First driver for CUDA 13, which torch 2.11.0 is built for."""
 FREE_DISK_GIB = 5
 FREE_SHARED_MEMORY_MIB = 600
 CLASHING_VARIABLES: Mapping[str, str] = {
@@ -203,9 +207,49 @@ def _processor() -> Iterable[Finding]:
 
 
 def _accelerator() -> Iterable[Finding]:
-    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    devices = sorted(path.name for path in DEVICES.glob("nvidia[0-9]*"))
+    if not _version("vllm"):  # the CPU environment
+        yield Finding(
+            level="ok" if devices else "note",
+            subject="GPU",
+            fact=", ".join(devices) or "none: recipes run with execution.device=cpu",
+        )
+        return
     yield Finding(
-        level="ok" if devices else "note",
+        level="ok" if devices else "wrong",
         subject="GPU",
-        fact=", ".join(devices) or "none: recipes run with execution.device=cpu",
+        fact=", ".join(devices) or "none, but this vLLM is the build for CUDA",
+        remedy="" if devices else "use a machine with an NVIDIA GPU, or make setup for the CPU",
+    )
+    yield _driver()
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    yield Finding(
+        level="ok" if compiler else "wrong",
+        subject="C compiler",
+        fact=compiler or "none",
+        remedy="" if compiler else "Triton builds its launcher with one: install gcc",
+    )
+
+
+def _driver() -> Finding:
+    """The driver's version as `nvidia-smi` tells it; stages also ask it who holds memory."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        fact = done.stdout.splitlines()[0]
+        major = int(fact.rpartition(",")[2].strip().partition(".")[0])
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:
+        return Finding(
+            level="wrong",
+            subject="NVIDIA driver",
+            fact=f"nvidia-smi does not answer: {type(error).__name__}",
+            remedy=f"install NVIDIA's driver, {OLDEST_DRIVER} or newer, with nvidia-smi",
+        )
+    good = major >= OLDEST_DRIVER
+    remedy = f"CUDA 13 needs driver {OLDEST_DRIVER} or newer"
+    return Finding(
+        level="ok" if good else "wrong",
+        subject="NVIDIA driver",
+        fact=fact,
+        remedy="" if good else remedy,
     )

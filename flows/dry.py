@@ -44,7 +44,7 @@ def stage_plan(spec: RunSpec, *, twin: bool) -> list[str]:
         for stop in segment_stops(spec.plan, 0):
             rows += [f"{leg} train {start + 1}-{stop}", f"{leg} checkpoint {stop}"]
             start = stop
-        rows += [f"{leg} export", f"{leg} controls", f"{leg} gates"]
+        rows += [f"{leg} {stage}" for stage in ("export", "layerwise", "controls", "gates")]
     return [*rows, "compare a b"] if twin else rows
 
 

@@ -147,7 +147,9 @@ def leg_flow(run: str, leg: str, request: LegRequest) -> State:
 
 def resuming(spec: RunSpec) -> RunSpec:
     """The spec of a resumed leg: preflight and controls were judged in the leg that it goes on."""
-    gates = GatePlan(preflight="off", controls="off", logprobs=spec.plan.gates.logprobs)
+    gates = GatePlan(
+        preflight="off", layerwise="off", controls="off", logprobs=spec.plan.gates.logprobs
+    )
     plan = spec.plan.model_copy(update={"gates": gates, "evals": ()})
     return spec.model_copy(update={"plan": plan})
 

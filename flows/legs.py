@@ -120,6 +120,7 @@ def _steps_to_gates(
             return gates.judge(name, last_step=step)
         state = checkpoint.checkpoint(name, segment)
     exported = export.export(name, state, model)
+    gates.layerwise(name)
     gates.controls(name, exported)
     return gates.judge(name, last_step=step)
 
@@ -132,6 +133,7 @@ def gate_leg(spec: RunSpec, run: runs.Run, source: Path) -> LegResult:
         inputs, _ = _start(name, spec)
         train.load_state(name, found, step=step)
         exported = export.export(name, found, inputs.model)
+        gates.layerwise(name)
         gates.controls(name, exported)
         return gates.judge_without_steps(name, step=step)
 
@@ -148,7 +150,9 @@ def segment_leg(
         start_step: Step that the segment begins after.
         to_step: Its last step.
     """
-    gates_off = GatePlan(preflight="off", logprobs="off", controls="off", stop_on_red=False)
+    gates_off = GatePlan(
+        preflight="off", logprobs="off", layerwise="off", controls="off", stop_on_red=False
+    )
     plan = spec.plan.model_copy(update={"gates": gates_off, "evals": ()})
     scratch = spec.model_copy(update={"plan": plan})
     try:

@@ -95,7 +95,9 @@ def locked_leg(lock: str, leg: str, runs_dir: Path) -> Path:
 
 def without_gates(spec: RunSpec) -> RunSpec:
     """The spec of a scratch leg: its stages are compared, and its own gates were judged."""
-    gates = GatePlan(preflight="off", controls="off", logprobs=spec.plan.gates.logprobs)
+    gates = GatePlan(
+        preflight="off", layerwise="off", controls="off", logprobs=spec.plan.gates.logprobs
+    )
     return spec.model_copy(update={"plan": spec.plan.model_copy(update={"gates": gates})})
 
 

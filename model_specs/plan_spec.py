@@ -17,6 +17,8 @@ class GatePlan(Frozen):
     preflight: Literal["required", "optional", "off"] = "required"
     logprobs: Literal["required", "optional", "report", "off"] = "required"
     """`report`: measured at each step and shown, never red; no alignment is claimed."""
+    layerwise: Literal["required", "optional", "off"] = "required"
+    """After training: hidden states of every decoder layer of both engines, every element."""
     controls: Literal["required", "optional", "off"] = "required"
     """Beside the 0.0: native vLLM ops must be Misaligned, stock transformers must be near."""
     stop_on_red: bool = True

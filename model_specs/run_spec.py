@@ -49,7 +49,7 @@ class LossSpec(Frozen):
     """The two controls of the learning test: with either, nothing useful can be learned."""
     mask_truncated: bool = False
     tis_clip: float | None = Field(default=None, gt=0)
-    """numerics.policy=stock: truncated importance sampling, each token's policy loss times
+    """numerics.policy other than aligned: truncated importance sampling, each policy loss times
     min(exp(trainer's log-prob - rollout's), tis_clip); None corrects nothing."""
     updates_per_step: int = Field(default=1, ge=1)
 
@@ -102,9 +102,13 @@ class StockReduction(Frozen):
 class NumericsSpec(Frozen):
     """Which arithmetic both engines run."""
 
-    policy: Literal["aligned", "stock"] = "aligned"
+    policy: Literal["aligned", "stock", "peer"] = "aligned"
     """`aligned`: the shared ops under both engines. `stock`: transformers' and vLLM's own ops, for
-    comparison; no alignment is claimed."""
+    comparison; no alignment is claimed. `peer`: the same with the switches of the public reference
+    runs (FlashInfer attention, NCCL Ring, cuBLAS :4096:8); CUDA only."""
+    rollout_attention: Literal["shared", "flashinfer"] = "shared"
+    """policy=aligned on CUDA: FlashInfer's attention in the rollout instead of the shared one; the
+    probes decide whether a run may go on with it."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of activations, of the compute copy of the weights, and of the wire."""
     version: int = NUMERICS_VERSION
@@ -149,6 +153,8 @@ class ExecutionSpec(Frozen):
     """Where and how fast; recorded as ambient, never compared."""
 
     device: Literal["cpu", "cuda"] = "cpu"
+    gpu_is_shared: bool = False
+    """Other programs use the GPUs too: a stage does not wait for their memory to be free."""
     trainer_ranks: int = Field(default=1, ge=1)
     rollout_engines: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1)
@@ -161,6 +167,31 @@ class ExecutionSpec(Frozen):
     bucket_mib: int = Field(default=64, ge=1)
     """Size of one bucket of a weight push."""
     object_store_mib: int = Field(default=512, ge=80)
+    placement: Literal["colocated", "separate"] = "colocated"
+    """On CUDA. `colocated`: rank r and engine r share GPU r. `separate`: the ranks have the first
+    GPUs, in the order of node and PCI bus id, and the engines the next ones."""
+    transport: Literal["host", "cuda_ipc", "nccl"] = "host"
+    """How weights reach the engines: through host memory, memory of a GPU that both sides map
+    (`colocated`), or a broadcast between GPUs (`separate`). On CPU: the object store, shared memory
+    and gloo."""
+    sleep: Literal[0, 1, 2] = 0
+    """0: nobody sleeps. 1: trainer and engines give their memory up to each other; weights go to
+    the host. 2: the engines discard their weights, which the next push brings."""
+
+    @model_validator(mode="after")
+    def _transport_fits(self) -> ExecutionSpec:
+        if self.transport == "cuda_ipc" and self.placement == "separate":
+            raise SpecError(
+                "execution.transport=cuda_ipc maps memory of one GPU, and execution.placement="
+                "separate puts trainer and engines on different ones; set execution.transport=nccl"
+            )
+        if (self.transport, self.placement, self.device) == ("nccl", "colocated", "cuda"):
+            raise SpecError(
+                "execution.transport=nccl needs a GPU of its own for every process, and "
+                "execution.placement=colocated shares them; set execution.transport=cuda_ipc, or "
+                "execution.placement=separate"
+            )
+        return self
 
 
 class ForkOrigin(Frozen):
@@ -249,6 +280,11 @@ class RunSpec(Frozen):
                 f"execution.trainer_ranks={self.execution.trainer_ranks} does not divide "
                 f"reduction.slots={slots}"
             )
+        if self.numerics.rollout_attention != "shared" and self.plan.gates.preflight == "off":
+            raise SpecError(
+                f"numerics.rollout_attention={self.numerics.rollout_attention} is an option that "
+                "only the probes can allow; set plan.gates.preflight=required"
+            )
         if not self.sampling.keeps_whole_vocabulary and self.plan.gates.logprobs != "off":
             raise SpecError(
                 f"sampling.top_p={self.sampling.top_p}, top_k={self.sampling.top_k} cut the "
@@ -267,8 +303,8 @@ class RunSpec(Frozen):
                 f"{self.start_step}; set plan.num_steps to a later one"
             )
         self._check_evals()
-        if self.numerics.policy == "stock":
-            self._check_stock()
+        if self.numerics.policy != "aligned":
+            self._check_unaligned()
         elif self.loss.tis_clip is not None:
             raise SpecError(
                 f"loss.tis_clip={self.loss.tis_clip} corrects a mismatch between trainer and "
@@ -292,17 +328,23 @@ class RunSpec(Frozen):
                     f"data.source={source}; name another by source, or its rows by rows"
                 )
 
-    def _check_stock(self) -> None:
+    def _check_unaligned(self) -> None:
         """Refuse what only aligned engines can promise."""
         gates = self.plan.gates
         wanted = {
             "plan.gates.logprobs": (gates.logprobs, ("report", "off")),
             "plan.gates.preflight": (gates.preflight, ("optional", "off")),
+            "plan.gates.layerwise": (gates.layerwise, ("off",)),
             "plan.gates.controls": (gates.controls, ("off",)),
+            "trainer_options.max_tokens_per_rank": (
+                self.trainer_options.max_tokens_per_rank,
+                (None,),
+            ),
             "trainer_options.gradient_checkpointing": (
                 self.trainer_options.gradient_checkpointing,
                 (False,),
             ),
+            "numerics.rollout_attention": (self.numerics.rollout_attention, ("shared",)),
         }
         wrong = [
             f"{name}={found} (choose {' or '.join(map(str, allowed))})"
@@ -311,6 +353,7 @@ class RunSpec(Frozen):
         ]
         if wrong:
             raise SpecError(
-                "numerics.policy=stock runs other ops in trainer and rollout, so nothing can be "
-                f"promised about their log-probs; this does not go with it: {'; '.join(wrong)}"
+                f"numerics.policy={self.numerics.policy} runs other ops in trainer and rollout, so "
+                "nothing can be promised about their log-probs; this does not go with it: "
+                f"{'; '.join(wrong)}"
             )

@@ -25,8 +25,9 @@ class TrainerOptions(Frozen):
     max_tokens_per_rank: int | None = Field(default=None, ge=1)
     """Most rows (tokens and padding to 64) that a rank runs at once; None has no bound.
 
-    A score is cut into as many forwards as it takes; a slot that is larger is refused, because
-    cutting it would round its gradient more than once: raise `reduction.slots`.
+    A score is cut into as many forwards as it takes, and a slot into micro-batches in the order of
+    its samples. Its gradient stays one float32 sum, rounded once: same bits, for one more float32
+    copy of the weights while a slot is cut.
     """
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share one matrix product."""

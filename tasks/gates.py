@@ -1,4 +1,4 @@
-"""The gates of a leg: preflight, log-prob alignment, its two controls, and the leg's verdict."""
+"""The gates of a leg: preflight, log-probs and their two controls, layers; the leg's verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from engines.data import prompt_order
 from engines.gates.controls import ControlResult, judge_native, judge_stock
 from engines.gates.layerwise import compare_layers
 from engines.gates.logprobs import compare_logprobs
+from engines.gates.preflight import require_allowed
 from engines.loop import push, sample_requests
+from engines.placement import engine_name, start_on
 from engines.provenance.ledger import LEDGER_FILE, read_ledger
 from engines.provenance.lock import read_lock
 from engines.provenance.verdict import Verdict, worst
@@ -72,15 +74,24 @@ def preflight(session_name: str) -> dict[str, Any]:
         figures={name: dict(result) for name, result in results.items()},
     )
     opened.gates["preflight"] = record
+    require_allowed(opened.spec, verdict, reason)
     return record.to_dict()
 
 
-@stage("controls", version=1)
-def controls(session_name: str, exported: ArtifactRef) -> dict[str, Any]:
-    """Show beside the 0.0 that native vLLM ops differ and that stock transformers is near.
+@stage("layerwise", version=1)
+def layerwise(session_name: str) -> dict[str, Any]:
+    """Compare every element of every decoder layer of both engines, prefill and decode."""
+    opened = session(session_name)
+    if opened.spec.plan.gates.layerwise == "off":
+        return {}
+    record = _layerwise(opened, _control_requests(opened))
+    opened.gates["layerwise"] = record
+    return record.to_dict()
 
-    Also compares the hidden states of every decoder layer of both engines.
-    """
+
+@stage("controls", version=2)
+def controls(session_name: str, exported: ArtifactRef) -> dict[str, Any]:
+    """Show beside the 0.0 that native vLLM ops differ and that stock transformers is near."""
     opened = session(session_name)
     if opened.spec.plan.gates.controls == "off":
         return {}
@@ -107,7 +118,6 @@ def controls(session_name: str, exported: ArtifactRef) -> dict[str, Any]:
         summary=f"max {last.max_abs_diff!r} over {last.num_tokens} tokens drawn after training",
         figures=last.to_dict(),
     )
-    opened.gates["layerwise"] = _layerwise(opened, requests)
     opened.gates["native control"] = _control(native_result, Verdict.VACUOUS)
     opened.gates["stock control"] = _control(stock_result, Verdict.MISALIGNED)
     return {name: record.to_dict() for name, record in opened.gates.items()}
@@ -187,7 +197,7 @@ def _required(opened: LegSession, name: str, record: GateRecord) -> bool:
     settings = {
         "preflight": plan.preflight,
         "logprobs": plan.logprobs,
-        "layerwise": plan.controls,
+        "layerwise": plan.layerwise,
     }
     setting = settings.get(name, plan.controls if name.endswith("control") else "required")
     return setting == "required" and not record.holds
@@ -195,12 +205,12 @@ def _required(opened: LegSession, name: str, record: GateRecord) -> bool:
 
 def _layerwise(opened: LegSession, requests: Sequence[SampleRequest]) -> GateRecord:
     """Compare every layer over one sample a prompt; what was recorded is kept only when red."""
-    trainer, _, _ = opened.engines()
+    trainer, rollout, _ = opened.engines()
     folder = opened.folder / "layers"
     shutil.rmtree(folder, ignore_errors=True)
     firsts = [request for request in requests if request.sample_index == 0]
     (samples,) = gather(
-        [opened.rollout_hosts[0].call("layer_states", firsts, folder=str(folder))],
+        [rollout.call_first("layer_states", firsts, folder=str(folder))],
         what="hidden states of the rollout",
     )
     trainer.layer_states(_as_train_samples(samples), folder=folder)
@@ -246,7 +256,9 @@ def _native_samples(
     opened: LegSession, exported: ArtifactRef, requests: Sequence[SampleRequest]
 ) -> tuple[Sample, ...]:
     """Let vLLM on its own ops draw from the exported weights, in a process of its own."""
-    host = opened.cluster.start("native-0", env=engine_env(opened.spec, policy="native"))
+    env = engine_env(opened.spec, policy="native")
+    gpu = opened.placement.get(engine_name(0))
+    host = opened.cluster.start("native-0", **start_on(gpu, env))
     gather(
         [
             host.actor.create.remote(

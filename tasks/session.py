@@ -7,7 +7,7 @@ parameter. A leg is one complete execution: sessions share no process, folder or
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,16 @@ from engines.cluster import Cluster, EngineHandle, gather, identities
 from engines.contracts import ArtifactRef, Flip, PromptSet
 from engines.environment import environment_fingerprint
 from engines.gates.logprobs import LogprobGate
+from engines.gpu_memory import Baseline
+from engines.placement import (
+    Gpu,
+    cluster_gpus,
+    engine_name,
+    place,
+    require_placed,
+    start_on,
+    trainer_name,
+)
 from engines.provenance.fence import Fence
 from engines.rollout.group import RolloutGroup, engine_env
 from engines.runs import write_json
@@ -31,6 +41,8 @@ from model_specs.variation import Variation
 logger = logging.getLogger("lockstep")
 
 _OPEN: dict[str, LegSession] = {}
+_gpu_memory: list[Baseline] = []
+"""One, of before the first leg of this process; none while nothing was run on a GPU."""
 
 
 @dataclass(kw_only=True)
@@ -46,6 +58,8 @@ class LegSession:
     trainer_hosts: list[EngineHandle]
     rollout_hosts: list[EngineHandle]
     processes: dict[str, dict[str, float | int]]
+    placement: Mapping[str, Gpu] = field(default_factory=dict)
+    """Process name -> GPU; empty on CPU."""
     flip: Flip | None = None
     variation: Variation | None = None
     """What the leg is run under on purpose; recorded, never compared."""
@@ -76,6 +90,16 @@ class LegSession:
         """The leg's own folder."""
         return self.run_dir / self.leg
 
+    def require_gpu_memory(self, stage: str) -> None:
+        """Require that no process but the leg's engines holds GPU memory that was free before.
+
+        Raises:
+            EngineError: One still does; names it.
+        """
+        if _watches_gpu(self.spec):
+            own = {int(facts["pid"]) for facts in self.processes.values()}
+            _gpu_memory[0].require_only(own, what=f"stage {stage}")
+
     def trainer_alone(self) -> TrainerGroup:
         """The started trainer; EngineError before it was started."""
         if self.trainer is None:
@@ -104,6 +128,9 @@ class LegSession:
         self.start_trainer(weights)
         gather(created, what="start of the rollout engines", timeout_s=900)
         self.rollout = RolloutGroup(self.rollout_hosts, self.spec)
+        self.trainer_alone().connect(
+            self.rollout, rendezvous=self.folder / f"weights-{self.fence.token}"
+        )
         (self.prompts,) = gather(
             [
                 self.rollout_hosts[0].run(
@@ -151,12 +178,29 @@ class LegSession:
         environment = {"trainer": self.trainer_alone().environment()}
         if self.rollout is not None:
             environment["rollout"] = self.rollout.environment()
+        self._check_placement()
         if self.variation is not None:
             environment["ambient"] = {"variation": self.variation.model_dump()}
         self.environment = environment_fingerprint(environment)
         write_json(
             self.folder / "environment.json", {**environment, "fingerprint": self.environment}
         )
+
+    def _check_placement(self) -> None:
+        """Require that every process has the GPU that it was given."""
+        hosts = [*self.trainer_hosts, *self.rollout_hosts]
+        placed = [host for host in hosts if host.name in self.placement]
+        found = gather(
+            [host.run("engines.environment:gpu_uuid") for host in placed], what="placement"
+        )
+        names = [host.name for host in placed]
+        require_placed(
+            {name: self.placement[name] for name in names}, dict(zip(names, found, strict=True))
+        )
+
+
+def _watches_gpu(spec: RunSpec) -> bool:
+    return spec.execution.device == "cuda" and not spec.execution.gpu_is_shared
 
 
 @contextmanager
@@ -176,6 +220,10 @@ def leg_session(
     """
     check_supported(spec)
     guard.start()
+    if _watches_gpu(spec):
+        if not _gpu_memory:
+            _gpu_memory.append(Baseline())
+        _gpu_memory[0].require_free(what=f"leg {leg}")
     name = f"{run_dir.name}-{leg}-{fence.token}"
     (run_dir / leg).mkdir(parents=True, exist_ok=True)
     num_engines = spec.execution.rollout_engines if with_rollout else 0
@@ -186,14 +234,17 @@ def leg_session(
         object_store_mib=spec.execution.object_store_mib,
     )
     with cluster:
+        placement = place(spec, cluster_gpus() if spec.execution.device == "cuda" else ())
+
+        def start(name: str, env: Mapping[str, str]) -> EngineHandle:
+            return cluster.start(name, num_cpus=1, **start_on(placement.get(name), env))
+
         rollout_hosts = [
-            cluster.start(
-                f"rollout-{index}", env=engine_env(spec, policy=spec.numerics.policy), num_cpus=1
-            )
+            start(engine_name(index), engine_env(spec, policy=spec.numerics.policy))
             for index in range(num_engines)
         ]
         trainer_hosts = [
-            cluster.start(f"trainer-{rank}", env=trainer_env(spec), num_cpus=1)
+            start(trainer_name(rank), trainer_env(spec))
             for rank in range(spec.execution.trainer_ranks)
         ]
         session = LegSession(
@@ -206,6 +257,7 @@ def leg_session(
             trainer_hosts=trainer_hosts,
             rollout_hosts=rollout_hosts,
             processes=identities([*rollout_hosts, *trainer_hosts]),
+            placement=placement,
             flip=flip,
             variation=variation,
         )

@@ -36,6 +36,8 @@ def stage(name: str, *, version: int) -> Callable[[Callable[P, R]], Task[P, R]]:
         @functools.wraps(function)
         def body(*args: P.args, **kwargs: P.kwargs) -> R:
             started = time.time()
+            opened = session(str(args[0] if args else kwargs["session_name"]))
+            opened.require_gpu_memory(name)
             result = function(*args, **kwargs)
             _record(name, version, args, kwargs, result, started)
             return result

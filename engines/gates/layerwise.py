@@ -261,6 +261,9 @@ def record_rollout(
             (sample,) = engine.generate([request])
         found = torch.stack([torch.cat(rows) for rows in outputs])
         wanted = len(sample.prompt_token_ids) + len(sample.token_ids) - 1
+        # Scheduled ahead, an engine runs one row more before it sees that a token was the last.
+        ahead = sample.finish_reason == "stop" and found.shape[1] == wanted + 1
+        found = found[:, :wanted] if ahead else found
         if found.shape[1] != wanted:
             raise EngineError(
                 f"{request.request_id}: {found.shape[1]} positions were computed for "

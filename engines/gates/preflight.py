@@ -3,8 +3,9 @@
 Reading settings proves nothing, so the engine is asked. Four requests, the needles, are each drawn
 alone; then together in batches of 2, 4, ... up to the scheduler's limit, spread among requests of
 other lengths, at other places each time; then again with their prefixes in the cache. Every
-log-prob must have the same bits as alone and every token must be the same. Runs in the engine's
-process; takes seconds.
+log-prob must have the same bits as alone and every token must be the same. Last, what was drawn
+is given back as a prompt: the log-probs that prefill computes must have the bits that decode gave.
+Runs in the engine's process; takes seconds.
 
     result = run_probes(engine, spec)
     result["verdict"]    # Aligned, Misaligned, or Vacuous where nothing was probed
@@ -15,19 +16,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from engines.contracts import Sample, SampleRequest
 from engines.provenance.verdict import Verdict
 from engines.seeds import derive_seed
+from model_specs.errors import UnsupportedError
 from model_specs.run_spec import RunSpec
 
 NUM_NEEDLES = 4
 NEW_TOKENS = 16
 """Tokens drawn a request: one by prefill, the others by decode."""
-MAX_NEEDLE_TOKENS = 200
-MAX_OTHER_TOKENS = 60
+MAX_NEEDLE_TOKENS: Mapping[str, int] = {"cpu": 200, "cuda": 1024}
+"""By device: longest prompt of a needle, and of the requests around it below. On CUDA the largest
+batches then hold more tokens than one forward takes, so that prompts are split."""
+MAX_OTHER_TOKENS: Mapping[str, int] = {"cpu": 60, "cuda": 300}
 
 
 class ProbedEngine(Protocol):
@@ -50,6 +54,9 @@ class ProbedEngine(Protocol):
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
+
+    def prompt_logprobs(self, requests: Sequence[SampleRequest]) -> list[tuple[float, ...]]:
+        """Log-prob at temperature 1 of each prompt token but the first, computed by prefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +86,14 @@ def run_probes(engine: ProbedEngine, spec: RunSpec) -> dict[str, Any]:
         each with the fields of `Probe`.
     """
     started = time.monotonic()
-    sampling = spec.sampling.model_copy(
+    asked = spec.sampling.model_copy(
         update={"max_new_tokens": NEW_TOKENS, "min_new_tokens": 0, "stop": ()}
-    ).model_dump_json()
-    room = engine.max_model_len - NEW_TOKENS
-    longest = min(spec.data.max_prompt_tokens, room, MAX_NEEDLE_TOKENS)
+    )
+    sampling = asked.model_dump_json()
+    # One more, because a prompt that is only scored still draws a token.
+    room = engine.max_model_len - NEW_TOKENS - 1
+    device = spec.execution.device
+    longest = min(spec.data.max_prompt_tokens, room, MAX_NEEDLE_TOKENS[device])
     # Lengths from the longest down, so that tiles, pages and cache hits are all met partly filled.
     needles = [
         probe_request(
@@ -91,16 +101,15 @@ def run_probes(engine: ProbedEngine, spec: RunSpec) -> dict[str, Any]:
         )
         for index in range(NUM_NEEDLES)
     ]
-    alone: list[Sample] = []
-    for needle in needles:
-        engine.reset_prefix_cache()
-        alone += engine.generate([needle], sampling=sampling)
+    alone = _alone(engine, needles, sampling)
     probes = []
     for size in _ladder(spec.execution.max_num_seqs):
         engine.reset_prefix_cache()
         others = [
             probe_request(
-                f"preflight/other/{index}", 1 + (7 * index) % min(room, MAX_OTHER_TOKENS), engine
+                f"preflight/other/{index}",
+                1 + (7 * index) % min(room, MAX_OTHER_TOKENS[device]),
+                engine,
             )
             for index in range(size)
         ]
@@ -110,6 +119,9 @@ def run_probes(engine: ProbedEngine, spec: RunSpec) -> dict[str, Any]:
         # Fills the cache where no batch did, then takes from it.
         engine.generate(needles, sampling=sampling)
     probes.append(_probe("prefix cache", engine, needles, alone, sampling))
+    at_one = asked.model_copy(update={"temperature": 1.0}).model_dump_json()
+    decoded = alone if asked.temperature == 1.0 else _alone(engine, needles, at_one)
+    probes.append(_as_prefill(engine, decoded))
     verdict, reason = judge(probes)
     return {
         "verdict": verdict.value,
@@ -117,6 +129,35 @@ def run_probes(engine: ProbedEngine, spec: RunSpec) -> dict[str, Any]:
         "seconds": time.monotonic() - started,
         "probes": [asdict(probe) for probe in probes],
     }
+
+
+def _alone(engine: ProbedEngine, needles: Sequence[SampleRequest], sampling: str) -> list[Sample]:
+    """Draw each needle by itself, without cached prefixes."""
+    samples: list[Sample] = []
+    for needle in needles:
+        engine.reset_prefix_cache()
+        samples += engine.generate([needle], sampling=sampling)
+    return samples
+
+
+def _as_prefill(engine: ProbedEngine, decoded: Sequence[Sample]) -> Probe:
+    """Score prompt and answer of each needle as one prompt; decode must have given those bits."""
+    whole = [
+        SampleRequest(
+            request_id=f"{sample.request_id}/prefill",
+            prompt_id=sample.prompt_id,
+            sample_index=0,
+            prompt_token_ids=(*sample.prompt_token_ids, *sample.token_ids),
+            seed=0,
+        )
+        for sample in decoded
+    ]
+    scored = engine.prompt_logprobs(whole)
+    pairs = [
+        (sample, replace(sample, logprobs=row[-len(sample.token_ids) :]))
+        for sample, row in zip(decoded, scored, strict=True)
+    ]
+    return compare("as prefill", pairs, cached_tokens=0)
 
 
 def _probe(
@@ -166,6 +207,20 @@ def judge(probes: Sequence[Probe]) -> tuple[Verdict, str]:
         f"worst: {worst.name}, {worst.num_tokens - worst.num_exact} of {worst.num_tokens} tokens, "
         f"max {worst.max_abs_diff!r}"
     )
+
+
+def require_allowed(spec: RunSpec, verdict: Verdict, reason: str) -> None:
+    """Require that the probes passed where the rollout attends by another op than the shared one.
+
+    Raises:
+        UnsupportedError: With what the probes found.
+    """
+    found = spec.numerics.rollout_attention
+    if found != "shared" and not verdict.is_green:
+        raise UnsupportedError(
+            f"numerics.rollout_attention={found} does not give a request the same bits in every "
+            f"company: {reason}; set numerics.rollout_attention=shared"
+        )
 
 
 def _spread(

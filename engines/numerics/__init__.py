@@ -25,13 +25,13 @@ or bfloat16.
 | logprobs | `chosen_logprobs` | of `float32(logits) / temperature` | |
 | logprobs | `head_logprobs` | the same on `linear`; and entropy | dW: blocks of 64 rows |
 | sums | `token_sum`, `ordered_sum` | exactly rounded: of no order | |
-| sums | `row_square_sums` | float64, halved to one | none |
+| sums | `row_square_sums`, `many_...` | float64, halved to one | none |
 | sums | `tree_sum` | balanced binary tree | none |
-| optimizer | `adamw_step_` | each operation rounds by itself | none |
+| optimizer | `adamw_step_`, `adamw_steps_` | each operation rounds by itself | none |
 
 Weight gradients need sequences that start at multiples of 64 rows, with zero rows between them:
 then a packed slot's gradient is the left-to-right sum over its sequences, whatever is packed
-together.
+together. A slot that is run in several parts keeps that one sum (`SlotSums`).
 
     hidden = embedding(ids, weight)
     q, k, v = linear_multi(rms_norm(hidden, norm, 1e-5), (wq, wk, wv), (None, None, None))
@@ -50,13 +50,21 @@ from engines.numerics.linear import (
 )
 from engines.numerics.logprobs import chosen_logprobs, head_logprobs, log_softmax_rows
 from engines.numerics.norm import rms_norm
-from engines.numerics.optimizer import adamw_step_
+from engines.numerics.optimizer import adamw_step_, adamw_steps_
 from engines.numerics.pointwise import add, silu_mul
 from engines.numerics.rotary import rotary, rotary_inv_freq
 from engines.numerics.router import route
-from engines.numerics.sums import ordered_sum, row_square_sums, token_sum, tree_sum
+from engines.numerics.slot_sums import SlotSums
+from engines.numerics.sums import (
+    many_row_square_sums,
+    ordered_sum,
+    row_square_sums,
+    token_sum,
+    tree_sum,
+)
 
 adamw_step_ = by_device(adamw_step_)
+adamw_steps_ = by_device(adamw_steps_)
 add = by_device(add)
 causal_attention = by_device(causal_attention)
 chosen_logprobs = by_device(chosen_logprobs)
@@ -68,6 +76,7 @@ linear_input_gradient = by_device(linear_input_gradient)
 linear_multi = by_device(linear_multi)
 linear_weight_gradient = by_device(linear_weight_gradient)
 log_softmax_rows = by_device(log_softmax_rows)
+many_row_square_sums = by_device(many_row_square_sums)
 paged_attention = by_device(paged_attention)
 paged_attention_batch = by_device(paged_attention_batch)
 rms_norm = by_device(rms_norm)
@@ -79,7 +88,9 @@ silu_mul = by_device(silu_mul)
 __all__ = [
     "ROW_BLOCK",
     "ROW_TILE",
+    "SlotSums",
     "adamw_step_",
+    "adamw_steps_",
     "add",
     "causal_attention",
     "chosen_logprobs",
@@ -91,6 +102,7 @@ __all__ = [
     "linear_multi",
     "linear_weight_gradient",
     "log_softmax_rows",
+    "many_row_square_sums",
     "ordered_sum",
     "paged_attention",
     "paged_attention_batch",

@@ -35,7 +35,7 @@ def pad_rows(x: torch.Tensor, multiple: int) -> torch.Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
 
 
-def block_sum(rows: torch.Tensor) -> torch.Tensor:
+def block_sum(rows: torch.Tensor, *, total: torch.Tensor | None = None) -> torch.Tensor:
     """Sum over rows: a balanced tree inside each block of 64 rows, blocks left to right.
 
     The tree adds the lower half of a block to its upper half, six times. It is written out because
@@ -43,6 +43,8 @@ def block_sum(rows: torch.Tensor) -> torch.Tensor:
 
     Args:
         rows: float32 `[rows, columns]`.
+        total: float32 `[columns]` to go on from, changed in place; None starts from zero. Going on
+            after a multiple of 64 rows gives the bits of one call over all rows.
 
     Returns:
         float32 `[columns]`; trailing zero rows, and whole blocks of them, change no bit.
@@ -52,7 +54,8 @@ def block_sum(rows: torch.Tensor) -> torch.Tensor:
     while width > 1:
         width //= 2
         blocks = blocks[:, :width] + blocks[:, width:]
-    total = rows.new_zeros(rows.shape[1])
+    if total is None:
+        total = rows.new_zeros(rows.shape[1])
     for partial in blocks[:, 0].unbind(0):
         total += partial
     return total

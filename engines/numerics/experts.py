@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from engines.numerics.blocks import ROW_BLOCK, ROW_TILE, pad_rows
 from engines.numerics.linear import linear_input_gradient
 from engines.numerics.pointwise import silu_mul, silu_mul_gradient
+from engines.numerics.slot_sums import next_op_sums
 
 
 def expert_mlp(
@@ -70,17 +71,15 @@ def _add_over_slots(parts: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _block_weight_gradient(
-    gradient: torch.Tensor, x: torch.Tensor, rows: torch.Tensor
-) -> torch.Tensor:
-    """Return float32 `[N, K]`: products of the rows of each source block, added left to right."""
-    total = x.new_zeros(gradient.shape[1], x.shape[1], dtype=torch.float32)
+def _add_block_products(
+    total: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """Add to float32 `[N, K]` the products of the rows of each source block, left to right."""
     _, counts = torch.unique_consecutive(rows // ROW_BLOCK, return_counts=True)
     sizes = counts.tolist()
     for block_gradient, block_x in zip(gradient.split(sizes), x.split(sizes), strict=True):
         left, right = (pad_rows(t.float(), ROW_TILE) for t in (block_gradient, block_x))
         total.addmm_(left.t(), right)
-    return total
 
 
 class _Experts(torch.autograd.Function):
@@ -102,6 +101,7 @@ class _Experts(torch.autograd.Function):
                 inner = silu_mul(_project(x, gates[expert]), _project(x, ups[expert]))
                 outputs[rows, slots] = _project(inner, downs[expert])
         ctx.save_for_backward(hidden, experts, weights, outputs, *matrices)
+        ctx.sums = next_op_sums()
         return _add_over_slots(outputs.float() * weights[..., None]).to(hidden.dtype)
 
     @staticmethod
@@ -110,11 +110,14 @@ class _Experts(torch.autograd.Function):
         hidden, experts, weights, outputs, *matrices = ctx.saved_tensors
         count = len(matrices) // 3
         gates, ups, downs = (matrices[i * count : (i + 1) * count] for i in range(3))
-        of_matrices = [torch.zeros_like(matrix) for matrix in matrices]
         upstream = gradient.float()[:, None]
         of_weights = pad_rows(upstream * outputs.float(), ROW_TILE).sum(-1)[: len(hidden)]
         of_outputs = (upstream * weights[..., None]).to(hidden.dtype)
         of_hidden = torch.zeros_like(outputs, dtype=torch.float32)
+        totals = []
+        for index, matrix in enumerate(matrices):
+            total = ctx.sums.total(index)
+            totals.append(torch.zeros_like(matrix, dtype=torch.float32) if total is None else total)
         for expert in range(count):
             rows, slots = _places(experts, expert)
             if not len(rows):
@@ -127,8 +130,9 @@ class _Experts(torch.autograd.Function):
             of_hidden[rows, slots] = of_x.float()
             products = ((of_gate, x), (of_up, x), (of_output, silu_mul(gate, up)))
             for kind, (left, right) in enumerate(products):
-                of_matrices[kind * count + expert] = _block_weight_gradient(left, right, rows).to(
-                    hidden.dtype
-                )
+                _add_block_products(totals[kind * count + expert], left, right, rows)
         of_hidden = _add_over_slots(of_hidden).to(hidden.dtype)
+        of_matrices = [
+            ctx.sums.rounded(index, total, hidden.dtype) for index, total in enumerate(totals)
+        ]
         return of_hidden, None, of_weights, None, *of_matrices

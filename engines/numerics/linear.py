@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from engines.numerics.blocks import ROW_BLOCK, ROW_TILE, block_sum, pad_rows
+from engines.numerics.slot_sums import next_op_sums
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -111,6 +112,7 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
+        ctx.sums = next_op_sums()
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         padded = pad_rows(x, ROW_TILE)
         return tuple(
@@ -125,14 +127,15 @@ class _Linear(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         count = len(weights)
         of_x = linear_input_gradient(gradients, weights) if ctx.needs_input_grad[0] else None
-        of_weights = [
-            linear_weight_gradient(gradient, x).to(weight.dtype) if need else None
-            for gradient, weight, need in zip(gradients, weights, needed[:count], strict=True)
-        ]
-        of_biases = [
-            block_sum(gradient.float()).to(dtype) if need else None
-            for gradient, dtype, need in zip(
-                gradients, ctx.bias_dtypes, needed[count:], strict=True
-            )
-        ]
-        return of_x, None, *of_weights, *of_biases
+        of_parameters: list[torch.Tensor | None] = [None] * (2 * count)
+        for index, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
+            if needed[index]:
+                total = linear_weight_gradient(gradient, x, total=ctx.sums.total(index))
+                of_parameters[index] = ctx.sums.rounded(index, total, weight.dtype)
+        for index, (gradient, dtype) in enumerate(
+            zip(gradients, ctx.bias_dtypes, strict=True), start=count
+        ):
+            if needed[index]:
+                total = block_sum(gradient.float(), total=ctx.sums.total(index))
+                of_parameters[index] = ctx.sums.rounded(index, total, dtype)
+        return of_x, None, *of_parameters

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from engines.numerics.blocks import ROW_BLOCK, ROW_TILE, pad_rows
 from engines.numerics.linear import linear_input_gradient, linear_weight_gradient
+from engines.numerics.slot_sums import next_op_sums
 
 
 def log_softmax_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -143,7 +144,7 @@ class _HeadLogprobs(torch.autograd.Function):
             chosen[rows] = logprobs[:count].gather(1, ids[rows, None])[:, 0]
             entropy[rows] = (logprobs.exp() * logprobs).sum(-1).neg_()[:count]
         ctx.save_for_backward(hidden, weight, ids, entropy)
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        ctx.temperature, ctx.chunk_rows, ctx.sums = temperature, chunk_rows, next_op_sums()
         ctx.set_materialize_grads(False)
         return chosen, entropy
 
@@ -155,7 +156,9 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, ids, entropy = ctx.saved_tensors
         upstream = torch.zeros_like(entropy) if of_chosen is None else of_chosen
         of_hidden = torch.zeros_like(hidden)
-        of_weight = torch.zeros(weight.shape, dtype=torch.float32)
+        of_weight = ctx.sums.total(0)
+        if of_weight is None:
+            of_weight = torch.zeros(weight.shape, dtype=torch.float32)
         for start in range(0, hidden.shape[0], ctx.chunk_rows):
             rows = slice(start, min(start + ctx.chunk_rows, hidden.shape[0]))
             of_entropy_rows = None if of_entropy is None else of_entropy[rows]
@@ -167,7 +170,7 @@ class _HeadLogprobs(torch.autograd.Function):
             ).to(hidden.dtype)
             of_hidden[rows] = linear_input_gradient((of_logits,), (weight,))
             linear_weight_gradient(of_logits, hidden[rows], total=of_weight)
-        return of_hidden, of_weight.to(weight.dtype), None, None, None
+        return of_hidden, ctx.sums.rounded(0, of_weight, weight.dtype), None, None, None
 
 
 def _head_chunk(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from engines.numerics.blocks import ROW_TILE, block_sum, pad_rows
+from engines.numerics.slot_sums import next_op_sums
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -37,7 +38,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
+        ctx.eps, ctx.sums = eps, next_op_sums()
         wide = x.float()
         return (wide * _scale(wide, eps)).to(x.dtype) * weight
 
@@ -56,5 +57,7 @@ class _RmsNorm(torch.autograd.Function):
             ]
             of_x = (weighted - normalised * projection).mul_(scale).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            of_weight = block_sum(upstream * normalised.to(x.dtype).float()).to(weight.dtype)
+            rows = upstream * normalised.to(x.dtype).float()
+            total = block_sum(rows, total=ctx.sums.total(0))
+            of_weight = ctx.sums.rounded(0, total, weight.dtype)
         return of_x, of_weight, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -55,3 +56,36 @@ def adamw_step_(
         v.mul_(beta2).add_((g * g).mul_(1.0 - beta2))
         denominator = v.sqrt().div_(root_correction).add_(eps)
         p.sub_((m / denominator).mul_(step_size))
+
+
+def adamw_steps_(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Take one AdamW step of many tensors in place; each is that of `adamw_step_`.
+
+    Args:
+        params: float32, contiguous.
+        grads: float32, shapes of `params`.
+        exp_avgs: first moments.
+        exp_avg_sqs: second moments.
+        step: number of this step, from 1.
+        lr: learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled; multiplied by `lr`.
+    """
+    for state in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        adamw_step_(
+            *state, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
+        )

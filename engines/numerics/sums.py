@@ -58,6 +58,11 @@ def row_square_sums(x: torch.Tensor) -> torch.Tensor:
     return square_tree(x, chunk=_CHUNK)
 
 
+def many_row_square_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `row_square_sums` of each of many tensors, on one device."""
+    return [row_square_sums(tensor) for tensor in tensors]
+
+
 _CHUNK = 1 << 17
 """Elements squared at a time, so that float64 copies stay small; it decides no bit."""
 

@@ -17,12 +17,23 @@ from typing import Any, Literal
 
 from engines.cluster import EngineHandle, gather
 from engines.contracts import Flip, Sample, SampleRequest
+from engines.turns import Turns
 from model_specs.errors import EngineError
 from model_specs.run_spec import RunSpec, SamplingSpec
 
-Policy = Literal["aligned", "stock", "native"]
+Policy = Literal["aligned", "stock", "peer", "native"]
 """`aligned`: the shared ops. `stock`: vLLM's own ops on weights that are not packed away, so that
-pushes reach them. `native`: vLLM as it comes, which loads a folder and takes no push."""
+pushes reach them. `peer`: the same with the switches of the public reference runs. `native`: vLLM
+as it comes, which loads a folder and takes no push."""
+
+PEER_VARIABLES: Mapping[str, str] = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+"""What the public reference runs set for every process. vLLM 0.26 refuses FlashInfer's attention
+together with `VLLM_BATCH_INVARIANT`, so that flag stays unset."""
 
 NUMERICS_VARIABLE = "LOCKSTEP_NUMERICS"
 """What the plugin installs in a process: the shared ops where this says `aligned`."""
@@ -41,9 +52,16 @@ def engine_env(spec: RunSpec, policy: Policy = "aligned") -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         # The plugin's hooks are in this runner, which draws by seed and position in one launch.
         "VLLM_USE_V2_MODEL_RUNNER": "1",
+        # What vLLM's batch-invariant mode sets. One engine has one GPU and adds nothing up over
+        # NCCL; a broadcast of weights has one algorithm, the trainer's.
+        "NCCL_ALGO": "allreduce:tree",
+        "NCCL_NVLS_ENABLE": "0",
         # Engines and trainer share the device: Ray is not asked for it and must not hide it.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     }
+    if policy == "peer":
+        del cuda["CUBLASLT_WORKSPACE_SIZE"]
+        cuda |= PEER_VARIABLES
     return {
         **(cuda if spec.execution.device == "cuda" else {}),
         NUMERICS_VARIABLE: policy,
@@ -75,6 +93,25 @@ class RolloutGroup:
             raise EngineError("a rollout group needs at least one engine, got none")
         self._handles = tuple(handles)
         self._spec = spec
+        self._turns: Turns | None = None
+
+    @property
+    def handles(self) -> tuple[EngineHandle, ...]:
+        """The engines' processes, in order."""
+        return self._handles
+
+    def take_turns(self, turns: Turns) -> None:
+        """Have the engines woken before they are used, and the trainer sent to sleep for it."""
+        self._turns = turns
+
+    def call_first(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the first engine, woken; returns a reference at once."""
+        self._wake()
+        return self._handles[0].call(method, *args, **kwargs)
+
+    def _wake(self) -> None:
+        if self._turns is not None:
+            self._turns.need("rollout")
 
     def generate(
         self, requests: Sequence[SampleRequest], *, sampling: SamplingSpec | None = None
@@ -98,6 +135,7 @@ class RolloutGroup:
         order = list(requests)
         if self._spec.execution.request_order_seed is not None:
             random.Random(self._spec.execution.request_order_seed).shuffle(order)
+        self._wake()
         parts = [order[index :: len(self._handles)] for index in range(len(self._handles))]
         options = {"sampling": sampling.model_dump_json()} if sampling is not None else {}
         answers = gather(
@@ -126,7 +164,9 @@ class RolloutGroup:
         flip: Flip | None = None,
         keep_to: str | None = None,
     ) -> Mapping[str, str]:
-        """Give a full set of weights to all engines; return name -> digest of what they hold.
+        """Give a full set of weights, all at once, to all engines; return name -> digest.
+
+        `TrainerGroup.push` sends bucket by bucket; this is for buckets that exist already.
 
         Args:
             buckets: `engines.weights.wire` buckets, or references to them.
@@ -139,6 +179,7 @@ class RolloutGroup:
             EngineError: A tensor is missing, unknown or there twice, or two engines hold different
                 bits.
         """
+        self._wake()
         digests = gather(
             [
                 handle.call(
@@ -152,6 +193,14 @@ class RolloutGroup:
             ],
             what="weight push",
         )
+        return self.agreed(digests, version=version)
+
+    def agreed(self, digests: Sequence[Mapping[str, str]], *, version: int) -> Mapping[str, str]:
+        """Return the digests that all engines have.
+
+        Raises:
+            EngineError: Two engines hold different bits.
+        """
         for handle, other in zip(self._handles[1:], digests[1:], strict=True):
             differing = sorted(
                 name
@@ -179,5 +228,6 @@ class RolloutGroup:
 
     def preflight(self) -> dict[str, Mapping[str, Any]]:
         """Run the probes of `engines.gates.preflight` in every engine; return name -> result."""
+        self._wake()
         values = gather([handle.call("preflight") for handle in self._handles], what="preflight")
         return {handle.name: value for handle, value in zip(self._handles, values, strict=True)}

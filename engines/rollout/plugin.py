@@ -1,9 +1,9 @@
 """The shared ops under vLLM's own model classes.
 
 Entry point `vllm.general_plugins: lockstep`. Inert unless the process was started with
-`LOCKSTEP_NUMERICS=aligned`, so that installing Lockstep changes nobody else's vLLM. With `stock`
-one thing is replaced: linears are torch's own on weights that stay where they are, where vLLM's CPU
-backend would pack them away and no push could reach them.
+`LOCKSTEP_NUMERICS=aligned`, so that installing Lockstep changes nobody else's vLLM. With `stock` or
+`peer` one thing is replaced, on CPU alone: linears are torch's own on weights that stay where they
+are, where vLLM's CPU backend would pack them away and no push could reach them.
 
 Invariant: after `register()` every op of a dense decoder that rounds is one of `engines.numerics`,
 the same function that the trainer calls; `installed()` says which were put in place. A hook that
@@ -47,7 +47,7 @@ def register() -> None:
             set of hooks for the platform.
     """
     policy = os.environ.get(NUMERICS_VARIABLE)
-    if policy not in ("aligned", "stock") or _installed:
+    if policy not in ("aligned", "stock", "peer") or _installed:
         return
     import vllm
     from vllm.platforms import current_platform
@@ -182,10 +182,7 @@ def _keep_weights_unpacked(device: str) -> list[str]:
     import torch
 
     if device != "cpu":
-        raise UnsupportedError(
-            f"the stock numerics have not been tried with vLLM on {device!r}; set "
-            "numerics.policy=aligned"
-        )
+        return ["default_unquantized_gemm -> itself, on weights as they were loaded"]
     _replace_linear(torch.nn.functional.linear)
     return ["dispatch_cpu_unquantized_gemm -> torch.nn.functional.linear"]
 

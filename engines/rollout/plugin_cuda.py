@@ -7,6 +7,8 @@
 | `RotaryEmbedding` | `rotary` |
 | `default_unquantized_gemm`: linears and the output head | `linear` |
 | `AttentionBackendEnum.TRITON_ATTN` | `attend_pages` (`engines.rollout.vllm_attention_cuda`) |
+| `FusedTopKRouter._compute_routing` | `route` |
+| `UnquantizedFusedMoEMethod`: experts as its Triton back end stores them | `mix_experts` |
 | `gpu.sample.Sampler`: logits in float32, temperature, log-probs | `temper_`, `token_logprobs` |
 
 Invariant: all of them can be captured in a CUDA graph: no copy to the host, no size read from the
@@ -15,6 +17,8 @@ device. vLLM keeps its draw, whose noise is a function of a request's seed and p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from engines.rollout.plugin import hook
@@ -31,8 +35,26 @@ def install() -> list[str]:
         *_replace_custom_ops(),
         *_replace_gemm(),
         *_replace_attention(),
+        *_replace_experts(),
         *_replace_sampler(),
     ]
+
+
+@contextmanager
+def without_graphs(llm: Any) -> Iterator[None]:
+    """Let an engine of this process run every forward eagerly while the block lasts.
+
+    Raises:
+        UnsupportedError: This vLLM keeps its graphs elsewhere.
+    """
+    (manager,) = llm.collective_rpc(lambda worker: worker.model_runner.cudagraph_manager)
+    # A batch finds its graph here, by its number of tokens; one that finds none runs eagerly.
+    candidates = hook(manager, "_candidates")
+    manager._candidates = {}
+    try:
+        yield
+    finally:
+        manager._candidates = candidates
 
 
 def _replace_custom_ops() -> list[str]:
@@ -110,7 +132,9 @@ def _rotary_class(base: Any) -> Any:
             # Made on the host, as the trainer makes them, then moved: `pow` is not exact.
             with torch.device("cpu"):
                 frequencies = numerics.rotary_inv_freq(self.base, self.head_size)
-            self.shared_inv_freq = frequencies.to(self.cos_sin_cache.device)
+            # A buffer, because a deep sleep keeps parameters and buffers and nothing else.
+            on_device = frequencies.to(self.cos_sin_cache.device)
+            self.register_buffer("shared_inv_freq", on_device, persistent=False)
 
         def forward_cuda(
             self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
@@ -157,6 +181,69 @@ def _replace_attention() -> list[str]:
         backend, "engines.rollout.vllm_attention_cuda.SharedAttentionBackend"
     )
     return ["TRITON_ATTN -> attend_pages"]
+
+
+def _replace_experts() -> list[str]:
+    import torch
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
+
+    from engines import numerics
+    from engines.numerics import cuda
+
+    router_class = hook(fused_topk_router, "FusedTopKRouter")
+    experts_class = hook(method, "UnquantizedFusedMoEMethod")
+    triton_backend = hook(hook(method, "UnquantizedMoeBackend"), "TRITON")
+    hook(router_class, "_compute_routing")
+    for name in ("forward_cuda", "forward_native"):
+        hook(experts_class, name)
+
+    def compute_routing(
+        self: Any,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.scoring_func != "softmax":
+            raise UnsupportedError(f"a router by {self.scoring_func!r}; the shared op is a softmax")
+        weights, experts = numerics.route(
+            router_logits, top_k=self.top_k, normalise=self.renormalize
+        )
+        return weights, experts.to(indices_type or torch.int32)
+
+    def forward(
+        self: Any,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        variants = {
+            f"activation {layer.activation.value!r}": layer.activation.value != "silu",
+            "experts spread over ranks": layer.expert_map is not None,
+            "biases": self.moe.has_bias,
+            "shared experts": shared_experts is not None,
+            "router weights on the input": layer.apply_router_weight_on_input,
+            # Other back ends store the experts in orders of their own.
+            f"back end {self.unquantized_backend}": self.unquantized_backend != triton_backend,
+        }
+        present = [name for name, is_present in variants.items() if is_present]
+        if present:
+            raise UnsupportedError(
+                f"experts with {', '.join(present)}; the shared op has silu and all experts in one "
+                "place, without biases"
+            )
+        gate, up = layer.w13_weight.chunk(2, dim=1)
+        return cuda.mix_experts(x, topk_ids, topk_weights, gate, up, layer.w2_weight)
+
+    router_class._compute_routing = compute_routing
+    experts_class.forward_cuda = forward
+    experts_class.forward_native = forward
+    return ["FusedTopKRouter -> route", "UnquantizedFusedMoEMethod -> mix_experts"]
 
 
 def _replace_sampler() -> list[str]:

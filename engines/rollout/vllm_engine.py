@@ -15,35 +15,31 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig
-from vllm import LLM
+from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
-from engines.contracts import Flip, Sample, SampleRequest
+from engines.contracts import Sample, SampleRequest
 from engines.delays import pause
-from engines.environment import ambient_facts
-from engines.faults import choose_name, flip_bit
-from engines.provenance.tensor_digest import digest_tensor
+from engines.environment import ambient_facts, attention_libraries, gpu_uuid
 from engines.rollout import plugin, weight_transfer
 from engines.rollout.group import NUMERICS_VARIABLE, Policy, engine_env
-from engines.rollout.sampling import end_of_sequence_ids, sampling_params, to_sample
-from engines.rollout.vllm_options import start_options
-from engines.weights.names import (
-    check_complete,
-    expected_shapes,
-    facts_of,
-    logical_views,
-    tied_aliases,
+from engines.rollout.receiving import ReceivesWeights
+from engines.rollout.sampling import (
+    chosen_logprobs,
+    end_of_sequence_ids,
+    sampling_params,
+    to_sample,
 )
-from engines.weights.wire import resolve
+from engines.rollout.sleep import Sleeps
+from engines.rollout.vllm_options import start_options
+from engines.weights.names import expected_shapes, facts_of, tied_aliases
 from model_specs.errors import EngineError, UnsupportedError
-from model_specs.run_spec import EvalSampling, RunSpec, SamplingSpec
+from model_specs.run_spec import EvalSampling, RunSpec
 
 EXACT_OPS = frozenset(
     {
@@ -57,6 +53,8 @@ EXACT_OPS = frozenset(
         "aten.embedding",
         # our attention, behind vLLM's own op: `environment()` names the class that it calls
         "vllm.unified_attention_with_output", "vllm.unified_kv_cache_update",
+        # our router and experts, behind vLLM's own op: the plugin put them there, or refused
+        "vllm.moe_forward",
     }
 )  # fmt: skip
 """Ops that may run in vLLM's forward beside the shared ones: each moves values and never rounds."""
@@ -64,7 +62,7 @@ LOADED_VERSION = "loaded"
 """Weight version of a native engine, which loads a folder and takes no push."""
 
 
-class VllmEngine:
+class VllmEngine(ReceivesWeights, Sleeps):
     """Draws completions in this process."""
 
     def __init__(
@@ -83,8 +81,8 @@ class VllmEngine:
             model_dir: Hugging Face folder with config and tokenizer; weights only for `native`.
             spec: `RunSpec` as JSON.
             engine_index: Which of `execution.rollout_engines` this is; a label.
-            policy: `aligned` installs the shared ops; `stock` leaves vLLM's own, on weights that
-                can be pushed; `native` is vLLM as it comes.
+            policy: `aligned` installs the shared ops; `stock` and `peer` leave vLLM's own, on
+                weights that can be pushed; `native` is vLLM as it comes.
             dtype: Dtype of weights and activations; None takes `numerics.compute_dtype`.
             load_format: vLLM's own; None takes `auto` for native, and `dummy` for the others, whose
                 weights are pushed.
@@ -94,6 +92,7 @@ class VllmEngine:
             UnsupportedError: The version of vLLM, the model type or its rope scaling is not
                 supported.
         """
+        super().__init__()
         self._spec = RunSpec.model_validate_json(spec)
         self._model_dir = model_dir
         self._engine_index = engine_index
@@ -133,34 +132,67 @@ class VllmEngine:
             EngineError: No weights were pushed yet, a prompt leaves no room for a token, vLLM did
                 not answer a request, or an answer is not whole (`engines.rollout.sampling`).
         """
+        self._require_awake()
         if self._version is None:
             raise EngineError("no weights have been pushed to this engine yet; call receive first")
         chosen = (
             self._spec.sampling if sampling is None else EvalSampling.model_validate_json(sampling)
         )
-        engine = self._llm.llm_engine
-        wanted = {request.request_id: request for request in requests}
+        params = []
         for request in requests:
-            self._check_room(request, chosen)
-            params = sampling_params(chosen, request, stop_token_ids=self._stop_token_ids)
+            self._check_room(request, chosen.max_new_tokens)
+            params.append(sampling_params(chosen, request, stop_token_ids=self._stop_token_ids))
+        outputs = self._run(requests, params)
+        self.cached_tokens = {name: out.num_cached_tokens or 0 for name, out in outputs.items()}
+        return [
+            to_sample(request, outputs[request.request_id], stop_token_ids=self._stop_token_ids)
+            for request in requests
+        ]
+
+    def last_cached_tokens(self) -> dict[str, int]:
+        """Return `cached_tokens`, for a caller in another process."""
+        return dict(self.cached_tokens)
+
+    def prompt_logprobs(self, requests: Sequence[SampleRequest]) -> list[tuple[float, ...]]:
+        """Score prompts: log-prob (nats, temperature 1) of each prompt token but the first.
+
+        All are computed by prefill, without cached prefixes; a token more is drawn and dropped.
+
+        Raises:
+            EngineError: A prompt leaves no room for a token, or a token has no log-prob.
+        """
+        for request in requests:
+            self._check_room(request, 1)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        outputs = self._run(requests, [params] * len(requests))
+        return [
+            chosen_logprobs(
+                f"prompt of request {request.request_id}",
+                request.prompt_token_ids[1:],
+                (outputs[request.request_id].prompt_logprobs or [None])[1:],
+            )
+            for request in requests
+        ]
+
+    def _run(self, requests: Sequence[SampleRequest], params: Sequence[Any]) -> dict[str, Any]:
+        """Give all requests to vLLM and wait; return request id -> its finished answer."""
+        engine = self._llm.llm_engine
+        for request, own in zip(requests, params, strict=True):
             prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
-            engine.add_request(request.request_id, prompt, params)
+            engine.add_request(request.request_id, prompt, own)
         outputs: dict[str, Any] = {}
         while engine.has_unfinished_requests():
             pause()
             for output in engine.step():
                 if output.finished:
                     outputs[output.request_id] = output
-        if outputs.keys() != wanted.keys():
+        wanted = {request.request_id for request in requests}
+        if outputs.keys() != wanted:
             raise EngineError(
                 f"{len(wanted)} requests, {len(outputs)} answers; without an answer: "
-                f"{', '.join(sorted(wanted.keys() - outputs.keys())) or 'none'}"
+                f"{', '.join(sorted(wanted - outputs.keys())) or 'none'}"
             )
-        self.cached_tokens = {name: out.num_cached_tokens or 0 for name, out in outputs.items()}
-        return [
-            to_sample(request, outputs[request.request_id], stop_token_ids=self._stop_token_ids)
-            for request in requests
-        ]
+        return outputs
 
     def preflight(self) -> dict[str, Any]:
         """Audit one drawing (aligned), then run the probes of `engines.gates.preflight`."""
@@ -175,7 +207,7 @@ class VllmEngine:
         Raises:
             EngineError: One of them is not on `EXACT_OPS`.
         """
-        from engines.gates.audit import OpsOutside, require_exact
+        from engines.gates.audit import OpsOutside, audited, require_exact
         from engines.gates.preflight import probe_request
 
         model = self._model()
@@ -185,10 +217,34 @@ class VllmEngine:
         return require_exact(outside.names, EXACT_OPS, where="vLLM's forward")
 
     def layer_states(self, requests: Sequence[SampleRequest], *, folder: str) -> list[Sample]:
-        """Draw, and write every layer's hidden states for the layer-wise gate into `folder`."""
+        """Draw, and write every layer's hidden states for the layer-wise gate into `folder`.
+
+        A replayed CUDA graph calls no module, so what is recorded there is drawn without graphs;
+        the answers with graphs must be the same bits.
+
+        Raises:
+            EngineError: Graphs change an answer, or rows are missing (`record_rollout`).
+        """
         from engines.gates.layerwise import record_rollout
 
-        return record_rollout(self, self._model(), requests, folder)
+        if self._on_cpu:
+            return record_rollout(self, self._model(), requests, folder)
+        from engines.rollout.plugin_cuda import without_graphs
+
+        captured: list[Sample] = []
+        for request in requests:
+            self.reset_prefix_cache()
+            captured += self.generate([request])
+        with without_graphs(self._llm):
+            samples = record_rollout(self, self._model(), requests, folder)
+        for eager, graph in zip(samples, captured, strict=True):
+            if eager != graph:
+                raise EngineError(
+                    f"{eager.request_id}: a CUDA graph gives other bits than the same ops without "
+                    f"one: tokens {graph.token_ids} and {eager.token_ids}, log-probs "
+                    f"{graph.logprobs} and {eager.logprobs}"
+                )
+        return samples
 
     @property
     def vocab_size(self) -> int:
@@ -208,83 +264,6 @@ class VllmEngine:
         """
         if not self._llm.reset_prefix_cache():
             raise EngineError("vLLM did not reset its prefix cache, so old weights could answer")
-
-    # Weights.
-
-    def receive(
-        self,
-        buckets: Iterable[Any],
-        *,
-        version: int,
-        flip: Flip | None = None,
-        keep_to: str | None = None,
-    ) -> dict[str, str]:
-        """Take a full set of weights; return logical name -> digest of what is stored.
-
-        Args:
-            buckets: `engines.weights.wire` buckets or references to them.
-            version: Step whose weights these are.
-            flip: With probe `received`, this bit of the stored tensor is flipped before it is read.
-            keep_to: Folder where `received.safetensors` is written with the stored tensors.
-
-        Raises:
-            EngineError: A tensor is missing, unknown, there twice, or of another shape or dtype
-                (then nothing was loaded), or vLLM did not take one or did not drop its prefix
-                cache.
-            UnsupportedError: The policy is native: vLLM packs its weights away after loading.
-        """
-        if self._policy == "native":
-            raise UnsupportedError(
-                "a native engine packs its weights after loading, so that a push would reach only "
-                "some "
-                "of them and could not be read back; start it on an exported folder instead"
-            )
-        resolved = resolve(buckets)
-        tensors = [wire for bucket in resolved for wire in bucket]
-        check_complete([(wire.name, tuple(wire.shape)) for wire in tensors], self._expected)
-        other = sorted(
-            {f"{wire.name} {wire.dtype}" for wire in tensors if wire.dtype != self._dtype}
-        )
-        if other:
-            raise EngineError(
-                f"{len(other)} tensors are not {self._dtype}, first {other[0]}; the sender casts "
-                "to the "
-                "wire dtype, the engine never does"
-            )
-        self._llm.start_weight_update()
-        for bucket in resolved:
-            self._llm.update_weights({"update_info": {"bucket": bucket}})
-        if self._on_cpu:
-            self._llm.finish_weight_update(weight_version=str(version))
-            self._version = self._llm.get_weight_version()
-        else:  # vLLM 0.26 keeps no version of its own
-            self._llm.finish_weight_update()
-            self._version = str(version)
-        self.reset_prefix_cache()
-        stored = self._stored()
-        if flip is not None and flip.probe == "received":
-            flip_bit(stored[choose_name(stored, flip)], flip.element, flip.bit)
-        if keep_to is not None:
-            _keep(stored, Path(keep_to) / "received.safetensors")
-        return {name: digest_tensor(name, tensor) for name, tensor in stored.items()}
-
-    def received_digests(self) -> dict[str, str]:
-        """Return logical name -> digest of the weights, read from the engine's storage now."""
-        return {name: digest_tensor(name, tensor) for name, tensor in self._stored().items()}
-
-    def weight_version(self) -> str | None:
-        """Return the version of the last push, `loaded` for a native engine, None before a push."""
-        return self._version
-
-    def _stored(self) -> dict[str, torch.Tensor]:
-        model = self._model()
-        stored = dict(logical_views(model.named_parameters(), self._facts))
-        check_complete([(name, tuple(view.shape)) for name, view in stored.items()], self._expected)
-        return stored
-
-    def _model(self) -> torch.nn.Module:
-        models: list[torch.nn.Module] = self._llm.apply_model(lambda model: model)
-        return models[0]
 
     # Facts.
 
@@ -309,11 +288,16 @@ class VllmEngine:
             "variables": {
                 name: os.environ.get(name) for name in sorted(engine_env(self._spec, self._policy))
             },
+            "attention_libraries": attention_libraries(),
             "shared_ops": list(plugin.installed()),
+            "ambient": {
+                **ambient_facts(),
+                "gpu": gpu_uuid(),
+                "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            },
             "stop_token_ids": list(self._stop_token_ids),
             "tied": tied_aliases(self._facts),
             "vllm_config": self._config_facts(),
-            "ambient": ambient_facts(),
         }
 
     def _config_facts(self) -> dict[str, Any]:
@@ -379,12 +363,12 @@ class VllmEngine:
                 f"{NUMERICS_VARIABLE})"
             )
 
-    def _check_room(self, request: SampleRequest, sampling: SamplingSpec) -> None:
-        needed = len(request.prompt_token_ids) + sampling.max_new_tokens
+    def _check_room(self, request: SampleRequest, max_new_tokens: int) -> None:
+        needed = len(request.prompt_token_ids) + max_new_tokens
         if needed > self.max_model_len:
             raise EngineError(
                 f"request {request.request_id}: {len(request.prompt_token_ids)} prompt tokens and "
-                f"sampling.max_new_tokens={sampling.max_new_tokens} exceed {self.max_model_len}; "
+                f"sampling.max_new_tokens={max_new_tokens} exceed {self.max_model_len}; "
                 "vLLM "
                 "would cut the completion short and call it finished. Lower data.max_prompt_tokens"
             )
@@ -409,11 +393,6 @@ def _check_supported(config: Any, *, on_cpu: bool) -> None:
             f"= {implied}; the two would be different models"
         )
     if not on_cpu:
-        if facts.num_experts:
-            raise UnsupportedError(
-                f"{facts.num_experts} experts: the router and the experts have no shared op on "
-                "CUDA, and vLLM's own would run; set execution.device=cpu"
-            )
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -423,27 +402,3 @@ def _check_supported(config: Any, *, on_cpu: bool) -> None:
             f"head_dim={head_dim}: vLLM's CPU attention takes {', '.join(map(str, sizes))}; choose "
             "num_attention_heads and head_dim accordingly"
         )
-
-
-@contextmanager
-def audited(model: torch.nn.Module, method: str, mode: Any) -> Iterator[None]:
-    """Run one method of `model` under a dispatch mode while the block lasts."""
-    original = getattr(model, method)
-
-    def under_mode(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return original(*args, **kwargs)
-
-    setattr(model, method, under_mode)
-    try:
-        yield
-    finally:
-        delattr(model, method)
-
-
-def _keep(stored: Mapping[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Rows of one fused matrix share its storage, which the format refuses; a copy has its own.
-    save_file({name: tensor.contiguous().clone() for name, tensor in stored.items()}, path)

@@ -22,8 +22,8 @@ CUDA_BATCHED_TOKENS = 8192
 def start_options(spec: RunSpec, *, policy: Policy, max_model_len: int) -> dict[str, Any]:
     """Return the keyword arguments of `vllm.LLM` that depend on the device.
 
-    On CUDA the aligned engine captures its decode step in CUDA graphs, without compilation: code
-    that inductor fuses is no shared op.
+    On CUDA engines capture their decode step in CUDA graphs, without compilation: code that
+    inductor fuses is no shared op, and compiles for a minute.
     """
     if spec.execution.device == "cpu":
         return {
@@ -44,13 +44,20 @@ def start_options(spec: RunSpec, *, policy: Policy, max_model_len: int) -> dict[
         # Nothing of FlashInfer's runs, and its tuning would draw through the model at the start.
         "kernel_config": {"enable_flashinfer_autotune": False},
     }
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if spec.execution.sleep:
+        # Its allocator has to be there from the start, or nothing can be given back.
+        options["enable_sleep_mode"] = True
     if policy == "aligned":
-        options["attention_config"] = {"backend": "TRITON_ATTN"}
-        options["compilation_config"] = {
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "custom_ops": ["all"],
-        }
-    else:  # the control: vLLM's own kernels; nothing compiles in an engine's process
+        is_shared = spec.numerics.rollout_attention == "shared"
+        options["attention_config"] = {"backend": "TRITON_ATTN" if is_shared else "FLASHINFER"}
+        # Of the places for experts the one that leaves their matrices as they were loaded.
+        options["kernel_config"]["moe_backend"] = "triton"
+        options["compilation_config"] = {**graphs, "custom_ops": ["all"]}
+    elif policy == "native":  # the control; nothing compiles in an engine's process
         options["enforce_eager"] = True
+    else:
+        options["compilation_config"] = graphs
+        if policy == "peer":
+            options["attention_config"] = {"backend": "FLASHINFER"}
     return options

@@ -12,12 +12,17 @@ is a collective; rank 0 answers. No result depends on the number of ranks. Impor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engines.cluster import EngineHandle, gather
 from engines.contracts import Flip, TrainSample, UpdateRecord
+from engines.host import CALLED_ASLEEP
+from engines.rollout.group import PEER_VARIABLES, RolloutGroup
 from engines.train.registry import TRAINERS
+from engines.turns import Turns
+from engines.weights.push import connect, push
 from model_specs.errors import CheckpointError, EngineError
 from model_specs.run_spec import RunSpec
 
@@ -25,7 +30,7 @@ from model_specs.run_spec import RunSpec
 def trainer_env(spec: RunSpec) -> dict[str, str]:
     """Return the variables a trainer rank's process must start with, before torch loads in it."""
     threads = str(spec.execution.threads)
-    return {
+    variables = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         # A compiled op is not the shared op.
@@ -34,6 +39,10 @@ def trainer_env(spec: RunSpec) -> dict[str, str]:
         "CUBLAS_WORKSPACE_CONFIG": ":16:8",
         "CUBLASLT_WORKSPACE_SIZE": "1",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        # What Megatron's deterministic mode accepts; read when NCCL makes its first communicator.
+        "NCCL_ALGO": "Ring",
+        # Reductions inside of the switch have an order of their own.
+        "NCCL_NVLS_ENABLE": "0",
         # Trainer and engines share the device: Ray is not asked for it and must not hide it.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "HF_HUB_OFFLINE": "1",
@@ -41,6 +50,10 @@ def trainer_env(spec: RunSpec) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if spec.numerics.policy == "peer":
+        del variables["CUBLASLT_WORKSPACE_SIZE"]
+        variables |= PEER_VARIABLES
+    return variables
 
 
 class TrainerGroup:
@@ -53,6 +66,26 @@ class TrainerGroup:
                 f"execution.trainer_ranks={spec.execution.trainer_ranks}"
             )
         self._handles = tuple(handles)
+        self._spec = spec
+        self._turns: Turns | None = None
+        self._version = 0
+
+    def connect(self, rollout: RolloutGroup, *, rendezvous: str | Path) -> Turns:
+        """Open the way of the weights to the engines, and take turns with them; return the turns.
+
+        Args:
+            rollout: The started engines.
+            rendezvous: Path of a file that does not exist yet and that all processes can reach.
+        """
+        connect(self._handles, rollout.handles, self._spec, rendezvous=rendezvous)
+        self._turns = Turns(
+            self._handles,
+            rollout.handles,
+            level=self._spec.execution.sleep,
+            push_again=lambda: self._push_again(rollout),
+        )
+        rollout.take_turns(self._turns)
+        return self._turns
 
     def start(self, spec: RunSpec, *, dcp_dir: str | Path, rendezvous: str) -> None:
         """Make the trainer in every rank's process; all of them meet at `rendezvous` (file://...)."""
@@ -92,7 +125,9 @@ class TrainerGroup:
         record: UpdateRecord = self._all(
             "update", list(samples), step=step, update=update, flip=flip, keep_to=keep_to
         )[0]
-        return record
+        if self._turns is None or not self._turns.memory:
+            return record
+        return replace(record, metrics={**record.metrics, **self._turns.memory})
 
     def layer_states(self, samples: Sequence[TrainSample], *, folder: str | Path) -> None:
         """Write every layer's hidden states of these samples for the layer-wise gate."""
@@ -101,9 +136,42 @@ class TrainerGroup:
     def send(
         self, *, version: int, flip: Flip | None = None, keep_to: str | None = None
     ) -> tuple[Sequence[Any], Mapping[str, str]]:
-        """Cast the weights to the wire dtype; return references to buckets, and name -> digest."""
+        """Cast to the wire dtype, for no connected engine; return all buckets, name -> digest."""
         references, digests = self._all("send", version=version, flip=flip, keep_to=keep_to)[0]
         return references, digests
+
+    def push(
+        self,
+        rollout: RolloutGroup,
+        *,
+        version: int,
+        flip: Flip | None = None,
+        keep_to: str | None = None,
+    ) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """Send all weights to all engines, bucket by bucket; return sent and received digests."""
+        if self._turns is None:
+            raise EngineError("trainer and engines are not connected; call connect first")
+        self._turns.need("push")
+        sent, received = push(
+            self._handles,
+            rollout.handles,
+            self._spec,
+            version=version,
+            flip=flip,
+            keep_to=keep_to,
+        )
+        self._turns.weights_arrived()
+        self._version = version
+        return sent, rollout.agreed(received, version=version)
+
+    def _push_again(self, rollout: RolloutGroup) -> None:
+        """Bring back what the engines held before they discarded it."""
+        sent, received = self.push(rollout, version=self._version)
+        if sent != received:
+            raise EngineError(
+                f"after a deep sleep the weights of version {self._version} were pushed again, and "
+                "what the engines hold is not what was sent"
+            )
 
     def weight_digests(self) -> Mapping[str, str]:
         """Name -> digest of the float32 masters."""
@@ -185,8 +253,12 @@ class TrainerGroup:
         self._all("close")
 
     def _all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        if self._turns is not None and method not in CALLED_ASLEEP:
+            self._turns.need("trainer")
         references = [handle.call(method, *args, **kwargs) for handle in self._handles]
         return gather(references, what=f"trainer {method}")
 
     def _first(self, method: str, *args: Any) -> Any:
+        if self._turns is not None:
+            self._turns.need("trainer")
         return gather([self._handles[0].call(method, *args)], what=f"trainer {method}")[0]

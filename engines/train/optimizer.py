@@ -20,7 +20,7 @@ from model_specs.run_spec import OptimizerSpec
 
 
 class ShardedAdamW:
-    """`numerics.adamw_step_` over all parameters of a model."""
+    """`numerics.adamw_steps_` over all parameters of a model."""
 
     def __init__(self, shards: Mapping[str, Shard], spec: OptimizerSpec) -> None:
         self._spec = spec
@@ -54,18 +54,21 @@ class ShardedAdamW:
             weight_decay: Of this step.
         """
         self.num_steps += 1
-        for name, shard in shards.items():
-            numerics.adamw_step_(
-                shard.local,
-                gradients[name],
-                self.exp_avg[name],
-                self.exp_avg_sq[name],
+        for decay, names in (
+            (weight_decay, [name for name, shard in shards.items() if len(shard.shape) > 1]),
+            (0.0, [name for name, shard in shards.items() if len(shard.shape) <= 1]),
+        ):
+            numerics.adamw_steps_(
+                [shards[name].local for name in names],
+                [gradients[name] for name in names],
+                [self.exp_avg[name] for name in names],
+                [self.exp_avg_sq[name] for name in names],
                 step=self.num_steps,
                 lr=learning_rate,
                 beta1=self._spec.beta1,
                 beta2=self._spec.beta2,
                 eps=self._spec.eps,
-                weight_decay=weight_decay if len(shard.shape) > 1 else 0.0,
+                weight_decay=decay,
             )
 
     def named_moments(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:

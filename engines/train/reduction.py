@@ -58,6 +58,9 @@ class TreeReduceScatter(ReduceScatter):
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"the tree reduction adds; FSDP2 asked for {op}")
+        if group.size() == 1:
+            output_tensor.copy_(input_tensor)
+            return
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor.contiguous(), group=group)
         chunks = received.view(group.size(), -1).unbind(0)
@@ -78,7 +81,7 @@ class BinaryCounter:
         level, current = 0, list(tensors)
         while self._partial and self._partial[-1][0] == level:
             _, left = self._partial.pop()
-            current = [a + b for a, b in zip(left, current, strict=True)]
+            current = list(torch._foreach_add(left, current))  # on a GPU one launch for many
             level += 1
         self._partial.append((level, current))
 

@@ -11,7 +11,7 @@ the run: it is read from the initial folder, never from the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -38,6 +38,10 @@ class Reference:
         self._rows = {
             name: shard.local.to(compute_dtype, copy=True) for name, shard in initial.items()
         }
+
+    def rows(self) -> Iterable[torch.Tensor]:
+        """Return the tensors that are held."""
+        return self._rows.values()
 
     @contextmanager
     def swapped_in(self, live: Mapping[str, Shard]) -> Iterator[None]:

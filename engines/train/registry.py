@@ -75,12 +75,18 @@ def _reduction(kind: str) -> Callable[[RunSpec], str]:
     return lambda spec: f"reduction.kind={kind}" if spec.reduction.kind == kind else ""
 
 
-def _stock(device: str) -> Callable[[RunSpec], str]:
+def _policy(name: str, device: str) -> Callable[[RunSpec], str]:
     return lambda spec: (
-        f"numerics.policy=stock, execution.device={device}"
-        if spec.numerics.policy == "stock" and spec.execution.device == device
+        f"numerics.policy={name}, execution.device={device}"
+        if (spec.numerics.policy, spec.execution.device) == (name, device)
         else ""
     )
+
+
+def _flashinfer_on_cpu(spec: RunSpec) -> str:
+    found = spec.numerics.rollout_attention
+    is_asked = found == "flashinfer" and spec.execution.device == "cpu"
+    return f"numerics.rollout_attention={found}, execution.device=cpu" if is_asked else ""
 
 
 def _ranks(spec: RunSpec) -> str:
@@ -107,7 +113,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         name="stock numerics",
         kind="feature",
-        asked=_stock("cpu"),
+        asked=_policy("stock", "cpu"),
         trainers=("fsdp2",),
         reason="Megatron's own layers need its tensor-parallel kernels, which CPU does not have",
         remedy="set trainer=fsdp2",
@@ -115,9 +121,32 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         name="stock numerics on CUDA",
         kind="feature",
-        asked=_stock("cuda"),
-        reason="pushing weights into vLLM's own CUDA layers has not been tried",
-        remedy="set numerics.policy=aligned",
+        asked=_policy("stock", "cuda"),
+        trainers=("fsdp2",),
+        reason="Megatron's own layers have not been tried; only those on the shared ops have",
+        remedy="set trainer=fsdp2",
+    ),
+    Capability(
+        name="peer numerics",
+        kind="feature",
+        asked=_policy("peer", "cuda"),
+        trainers=("fsdp2",),
+        reason="Megatron's own layers have not been tried; only those on the shared ops have",
+        remedy="set trainer=fsdp2",
+    ),
+    Capability(
+        name="peer numerics on CPU",
+        kind="feature",
+        asked=_policy("peer", "cpu"),
+        reason="FlashInfer, NCCL and cuBLAS, which it switches, do not exist there",
+        remedy="set execution.device=cuda, or numerics.policy=stock",
+    ),
+    Capability(
+        name="FlashInfer attention on CPU",
+        kind="feature",
+        asked=_flashinfer_on_cpu,
+        reason="FlashInfer's kernels are CUDA's",
+        remedy="set numerics.rollout_attention=shared",
     ),
     Capability(name="data parallel", kind="layout", asked=_ranks, trainers=BOTH),
     Capability(

@@ -7,24 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from engines.contracts import TrainSample
-from engines.train.slots import PackedSlot
 from model_specs.errors import EngineError
-from model_specs.run_spec import LossSpec, RunSpec
-
-
-def require_fits(slot: PackedSlot, spec: RunSpec) -> None:
-    """Refuse a slot of more rows than `trainer_options.max_tokens_per_rank`.
-
-    Raises:
-        EngineError: With both numbers.
-    """
-    bound = spec.trainer_options.max_tokens_per_rank
-    if bound is not None and len(slot.ids) > bound:
-        raise EngineError(
-            f"a slot of {len(slot.lengths)} samples takes {len(slot.ids)} rows, but "
-            f"trainer_options.max_tokens_per_rank={bound}; raise it, or reduction.slots="
-            f"{spec.reduction.slots} so that a slot has fewer samples"
-        )
+from model_specs.run_spec import LossSpec
 
 
 def scored_rows(scores: Mapping[str, torch.Tensor], samples: Sequence[TrainSample]) -> torch.Tensor:
@@ -63,3 +47,18 @@ def behaviour_logprobs(samples: Sequence[TrainSample], loss: LossSpec) -> torch.
                 "each token"
             )
     return torch.tensor([value for sample in samples for value in sample.rollout_logprobs])
+
+
+def require_no_gradient(model: torch.nn.Module) -> None:
+    """Require that a part of a slot that is not its last has left no gradient behind.
+
+    Raises:
+        EngineError: A parameter has one: its op has rounded too early.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise EngineError(
+                f"{name} was given a gradient before the last micro-batch of its slot: its op does "
+                "not keep its sums in engines.numerics.slot_sums, so its gradient would be rounded "
+                "more than once; unset trainer_options.max_tokens_per_rank"
+            )

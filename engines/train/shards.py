@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from engines.provenance.tensor_digest import partial_of_tensor
+from engines.provenance.tensor_digest import TensorBlock, partials_of_tensors
 from model_specs.errors import EngineError
 
 JOIN_TIMEOUT = timedelta(minutes=10)
@@ -67,7 +67,7 @@ def join(rendezvous: str, *, rank: int, world_size: int) -> None:
         )
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo",
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             init_method=rendezvous,
             rank=rank,
             world_size=world_size,
@@ -102,7 +102,10 @@ def gathered(shard: Shard, local: torch.Tensor | None = None) -> torch.Tensor:
         shard: The layout.
         local: Gathered instead of the shard's own rows, in any dtype and trailing shape.
     """
-    tensor = distributed(shard, shard.local if local is None else local)
+    local = shard.local if local is None else local
+    if dist.get_world_size() == 1:
+        return local
+    tensor = distributed(shard, local)
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     assert type(whole) is torch.Tensor, type(whole)
     return whole
@@ -114,13 +117,11 @@ def merged_digests(shards: Mapping[str, Shard]) -> dict[str, str]:
     Raises:
         EngineError: A tensor that every rank holds as a whole is not the same on all of them.
     """
-    parts = {
-        name: partial_of_tensor(
-            shard.local, name=name, shape=shard.shape, row_offset=shard.row_offset
-        )
+    parts = partials_of_tensors(
+        TensorBlock(shard.local, name, shard.shape, shard.row_offset)
         for name, shard in shards.items()
-    }
-    by_rank = all_objects(parts)
+    )
+    by_rank = all_objects({part.name: part for part in parts})
     digests = {}
     for name, shard in shards.items():
         first, *others = (ranks[name] for ranks in by_rank)

@@ -9,6 +9,9 @@ to sequences whatever is packed together.
         slot = pack_slot([samples[index] for index in indices])
         logprobs, entropy = model(slot)          # [slot.num_tokens] each
         per_sample = slot.split(logprobs)
+
+A slot with more rows than a rank may run at once is packed as several micro-batches, in order
+(`plan_slot_parts`); `engines.numerics.SlotSums` keeps its gradient one sum.
 """
 
 from __future__ import annotations
@@ -133,6 +136,39 @@ def plan_micro_batches(
             plan.append((index,))
             used = count
     return tuple(plan)
+
+
+def plan_slot_parts(
+    rows: Sequence[int], slots: Sequence[Sequence[int]], *, max_rows: int | None
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Cut every slot of an update into micro-batches that fit; a pure function of lengths.
+
+    All slots get the same number of micro-batches, so that ranks, whatever their number, make the
+    same collective calls: a slot that needs fewer is cut further, from its first sample on.
+
+    Args:
+        rows: Rows of each sample of the update (`num_rows`).
+        slots: Indices of the samples of each slot, as many in each (`plan_slots`).
+        max_rows: Most rows of one micro-batch; None has no bound.
+
+    Returns:
+        For each slot its micro-batches: indices of samples, in the order of the slot.
+
+    Raises:
+        EngineError: One sample alone is above the bound.
+    """
+    plans: list[list[tuple[int, ...]]] = []
+    for indices in slots:
+        places = plan_micro_batches(
+            [rows[index] for index in indices], max_rows=max_rows, max_samples=len(indices)
+        )
+        plans.append([tuple(indices[place] for place in part) for part in places])
+    count = max(len(parts) for parts in plans)
+    for parts in plans:
+        while len(parts) < count:
+            first = next(number for number, part in enumerate(parts) if len(part) > 1)
+            parts[first : first + 1] = [parts[first][:1], parts[first][1:]]
+    return tuple(tuple(parts) for parts in plans)
 
 
 def pack_slot(samples: Sequence[TrainSample]) -> PackedSlot:

@@ -26,16 +26,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from engines import numerics
 from engines.checkpoint.dcp import DcpStorage, Storage
 from engines.contracts import Flip, TrainSample, UpdateRecord
-from engines.environment import apply_torch_determinism, read_back
+from engines.environment import apply_torch_determinism, read_back, refuse_flash_attention_3
 from engines.faults import choose_name, flip_bit, flip_float32
 from engines.gates.audit import OpsOutside, require_exact
 from engines.gates.layerwise import TRAINER_FILE, recorded, write_states
 from engines.provenance.digest import digest_array, digest_floats, digest_json, root_digest
-from engines.provenance.tensor_digest import digest_tensor
 from engines.train.advantages import round_to_float32
 from engines.train.evidence import flip_shard, keep_shards, keep_tensors
 from engines.train.grpo import (
@@ -50,22 +50,24 @@ from engines.train.lr_schedule import learning_rate, weight_decay
 from engines.train.optimizer import ShardedAdamW
 from engines.train.reduction import clip_coefficient, total_norm
 from engines.train.reference import Reference
-from engines.train.scored import behaviour_logprobs, require_fits, scored_rows
+from engines.train.scored import behaviour_logprobs, require_no_gradient, scored_rows
+from engines.train.sending import SendsWeights
 from engines.train.shards import Shard, all_objects, gathered, join, merged_digests
+from engines.train.sleep import Resident, Sleeps
 from engines.train.slots import (
     num_rows,
     pack_slot,
     plan_micro_batches,
+    plan_slot_parts,
     plan_slots,
 )
 from engines.train.state import TrainingState
-from engines.weights.wire import pack
 from model_specs.errors import EngineError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
-from model_specs.run_spec import RunSpec, StockReduction
+from model_specs.run_spec import RunSpec, StockReduction, TreeReduction
 
 
-class GrpoTrainer(ABC):
+class GrpoTrainer(SendsWeights, Sleeps, ABC):
     """This rank's share of `engines.contracts.Trainer`; see the methods there."""
 
     _model: torch.nn.Module
@@ -98,6 +100,7 @@ class GrpoTrainer(ABC):
                 f"{world_size} trainer ranks do not divide reduction.slots="
                 f"{self.spec.reduction.slots}; every rank must be dealt the same number of slots"
             )
+        refuse_flash_attention_3()
         apply_torch_determinism(threads or self.spec.execution.threads)
         self._compute_dtype: torch.dtype = getattr(torch, self.spec.numerics.compute_dtype)
         join(rendezvous, rank=rank, world_size=world_size)
@@ -122,6 +125,7 @@ class GrpoTrainer(ABC):
         self._scores: dict[str, torch.Tensor] = {}
         self._reference_scores: dict[str, torch.Tensor] = {}
         self._scores_were_flipped = False
+        self._resident = Resident(self._resident_tensors)
         self._ops_outside = self.audit()
 
     def _check_stock_reduction(self) -> None:
@@ -168,6 +172,15 @@ class GrpoTrainer(ABC):
     def _is_aligned(self) -> bool:
         """Whether the shared ops run, so that no bit may depend on batch, packing or gradients."""
         return self.spec.numerics.policy == "aligned"
+
+    def _resident_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor that lies on the device between two calls, plain."""
+        for shards in (self._shards, self._state.moments()):
+            yield from (shard.local for shard in shards.values())
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            yield tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        if self._reference is not None:
+            yield from self._reference.rows()
 
     def _storage(self) -> Storage:
         """How the tensors of a checkpoint are written and read."""
@@ -295,21 +308,37 @@ class GrpoTrainer(ABC):
     ) -> tuple[dict[str, Shard], list[SampleFigures]]:
         """Run this rank's slots; return reduced gradients and all samples' figures in order."""
         totals = UpdateTotals.of(samples)
-        slots = plan_slots(len(samples), num_slots=self.spec.reduction.slots)
+        slots = plan_slot_parts(
+            [num_rows(sample) for sample in samples],
+            plan_slots(len(samples), num_slots=self.spec.reduction.slots),
+            max_rows=self.spec.trainer_options.max_tokens_per_rank,
+        )
         mine: list[SampleFigures] = []
-        for indices in slots[self._rank :: self._world_size]:
-            mine += self._backward([samples[index] for index in indices], totals)
+        for parts in slots[self._rank :: self._world_size]:
+            mine += self._run_slot([[samples[index] for index in part] for part in parts], totals)
             self._take_slot_gradient()
         summed = self._take_update_gradient()
         by_id = {figure.request_id: figure for part in all_objects(mine) for figure in part}
         gradients = {name: shard.like(summed[name]) for name, shard in self._shards.items()}
         return gradients, [by_id[sample.request_id] for sample in samples]
 
+    def _run_slot(
+        self, parts: Sequence[Sequence[TrainSample]], totals: UpdateTotals
+    ) -> list[SampleFigures]:
+        """Forward and backward of one slot, in one or more parts; one sum and one rounding."""
+        figures: list[SampleFigures] = []
+        sums = numerics.SlotSums()
+        for number, samples in enumerate(parts, start=1):
+            with sums.part(last=number == len(parts)):
+                figures += self._backward(samples, totals)
+            if number == 1 < len(parts) and isinstance(self.spec.reduction, TreeReduction):
+                require_no_gradient(self._model)
+        return figures
+
     def _backward(
         self, samples: Sequence[TrainSample], totals: UpdateTotals
     ) -> list[SampleFigures]:
         slot = pack_slot(samples)
-        require_fits(slot, self.spec)
         counts = torch.tensor(slot.counts)
         old = scored_rows(self._scores, samples)
         reference = scored_rows(self._reference_scores, samples) if self._reference else None
@@ -364,9 +393,10 @@ class GrpoTrainer(ABC):
 
     def _norm(self, gradients: Mapping[str, Shard]) -> float:
         """Return the float64 norm of the whole gradient; EngineError if it is not finite."""
+        sums = numerics.many_row_square_sums([shard.local for shard in gradients.values()])
         squares = {
-            name: gathered(shard, numerics.row_square_sums(shard.local))
-            for name, shard in gradients.items()
+            name: gathered(shard, rows)
+            for (name, shard), rows in zip(gradients.items(), sums, strict=True)
         }
         norm = total_norm(list(squares.values()))
         if not math.isfinite(norm):
@@ -380,8 +410,9 @@ class GrpoTrainer(ABC):
         """Clip, count the samples, apply AdamW; return the learning rate."""
         coefficient = clip_coefficient(norm, clip_grad=self.spec.optimizer.clip_grad)
         if coefficient < 1:
-            for shard in gradients.values():
-                shard.local.mul_(round_to_float32(coefficient))
+            torch._foreach_mul_(
+                [shard.local for shard in gradients.values()], round_to_float32(coefficient)
+            )
         self._state.samples_consumed += num_samples
         rate = learning_rate(
             self._state.samples_consumed, optimizer=self.spec.optimizer, schedule=self.spec.schedule
@@ -393,37 +424,6 @@ class GrpoTrainer(ABC):
             weight_decay=weight_decay(self._state.samples_consumed, self.spec.optimizer),
         )
         return rate
-
-    # -- sending
-
-    def send(
-        self, *, version: int, flip: Flip | None = None, keep_to: str | None = None
-    ) -> tuple[list[Any], dict[str, str]]:
-        """Cast to the wire dtype; return references to buckets (of rank 0), name -> digest."""
-        chosen = (
-            choose_name(self._shards, flip) if flip is not None and flip.probe == "sent" else None
-        )
-        digests: dict[str, str] = {}
-        kept: dict[str, torch.Tensor] = {}
-
-        def stream() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in self.wire_tensors():
-                if flip is not None and name == chosen:
-                    flip_bit(tensor, flip.element, flip.bit)
-                digests[name] = digest_tensor(name, tensor)
-                if keep_to is not None:
-                    kept[name] = tensor
-                yield name, tensor
-
-        references = []
-        for bucket in pack(stream(), bucket_mib=self.spec.execution.bucket_mib):
-            if self._rank == 0:
-                import ray
-
-                references.append(ray.put(bucket))
-        if keep_to is not None and self._rank == 0:
-            keep_tensors(keep_to, "sent", kept)
-        return references, digests
 
     # -- state
 

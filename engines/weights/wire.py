@@ -56,7 +56,7 @@ def pack(
     bucket: list[WireTensor] = []
     size = 0
     for name, tensor in named_tensors:
-        wire = _to_wire(name, tensor)
+        wire = to_wire(name, tensor)
         if bucket and size + wire.data.nbytes > limit:
             yield tuple(bucket)
             bucket, size = [], 0
@@ -101,7 +101,8 @@ def resolve(buckets: Iterable[Any]) -> list[WireBucket]:
     return [ray.get(item) if isinstance(item, ray.ObjectRef) else item for item in buckets]
 
 
-def _to_wire(name: str, tensor: torch.Tensor) -> WireTensor:
+def to_wire(name: str, tensor: torch.Tensor) -> WireTensor:
+    """Return a tensor as bytes in host memory; a contiguous CPU tensor is not copied."""
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1)

@@ -14,15 +14,16 @@ from engines.checkpoint.export import unstacked_experts
 from engines.numerics import rotary_inv_freq
 from engines.provenance.tensor_digest import digest_tensor, digest_tensors
 from engines.train.fsdp2.model import model_config
+from engines.train.fsdp2.stock import _rotary_class
 from engines.train.megatron import model as megatron_model
-from engines.train.megatron.model import build_model, check_frequencies
+from engines.train.megatron.model import build_model, check_frequencies, transformer_config
 from engines.train.megatron.names import (
     all_blocks,
     hf_to_megatron,
     logical_blocks,
     megatron_to_hf,
 )
-from model_specs.errors import EngineError
+from model_specs.errors import EngineError, SpecError
 from model_specs.families.decoder import parameter_shapes
 from model_specs.model_spec import ModelSpec, MoeModelSpec, MoeSpec
 from tests.engines.trainer_cases import megatron_groups
@@ -183,6 +184,8 @@ def test_a_missing_padded_or_unknown_tensor_is_refused_by_name() -> None:
 def test_rotary_frequencies_are_compared_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     for spec in SPECS:
         check_frequencies(spec)
+        shared = rotary_inv_freq(spec.rope_theta, spec.head_dim)
+        assert torch.equal(shared.view(torch.int32), stock_frequencies(spec).view(torch.int32))
 
     def nudged(theta: float, head_dim: int) -> torch.Tensor:
         frequencies = rotary_inv_freq(theta, head_dim)
@@ -192,6 +195,23 @@ def test_rotary_frequencies_are_compared_as_bytes(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(megatron_model.numerics, "rotary_inv_freq", nudged)
     with pytest.raises(EngineError, match="frequency 2 is"):
         check_frequencies(QWEN2)
+
+
+def stock_frequencies(spec: ModelSpec) -> torch.Tensor:
+    """What transformers' own rotary module of the family rotates by."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(spec))
+    frequencies: torch.Tensor = _rotary_class(model.model)(config=model.config).inv_freq
+    return frequencies
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
+def test_a_rope_scaling_is_refused_by_both_trainers_never_dropped(spec: ModelSpec) -> None:
+    scaled = spec.model_copy(update={"rope_scaling": '{"rope_type":"yarn","factor":4.0}'})
+    with pytest.raises(SpecError, match=r"rope_scaling=.*yarn"):
+        model_config(scaled)
+    with pytest.raises(SpecError, match=r"rope_scaling=.*yarn"):
+        transformer_config(scaled, compute_dtype=torch.float32)
 
 
 def test_megatron_knows_no_other_names_than_these(tmp_path: Path) -> None:

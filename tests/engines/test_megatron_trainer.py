@@ -6,18 +6,19 @@ import base64
 import csv
 import hashlib
 import importlib.metadata
+import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel, gpt_model
 
 from engines import numerics
 from engines.checkpoint.convert import digest_dcp_model
 from engines.provenance.tensor_digest import digest_tensor
 from engines.train.megatron import layers, parallel
-from engines.train.slots import pack_slot
 from engines.train.trainer import GrpoTrainer
 from model_specs.errors import CheckpointError, EngineError
 from model_specs.model_spec import ModelSpec
@@ -123,6 +124,11 @@ def test_checkpoint_of_megatron_is_the_model_of_fsdp2_and_goes_on_bit_for_bit(
         whole = trainer.update(samples, step=2, update=0).digests
     assert {path.name for path in target.iterdir()} >= {"metadata.json", ".metadata", "meta.json"}
     assert digest_dcp_model(target, QWEN2) == weights
+    with started(on("fsdp2", spec), folders["qwen2"], tmp_path) as trainer:
+        trainer.score(samples)
+        trainer.update(samples, step=1, update=0)
+        assert trainer.save(str(tmp_path / "fsdp2"), chain_digest="c" * 32, attempt=1) == state
+    assert digest_dcp_model(tmp_path / "fsdp2", QWEN2) == weights
     with started(spec, folders["qwen2"], tmp_path) as trainer:
         trainer.load(str(target))
         assert trainer.state_digest() == state
@@ -205,33 +211,81 @@ def test_deterministic_mode_is_refused_without_its_switches_and_read_back(
         with pytest.raises(EngineError, match="NVTE_ALLOW_NONDETERMINISTIC_ALGO is '1', not '0'"):
             parallel.check_determinism()
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setenv("NCCL_ALGO", "Tree")
         with pytest.raises(EngineError, match="NCCL_ALGO is 'Tree'"):
-            parallel.check_determinism()
+            parallel.check_determinism("cuda")
 
 
-def test_no_installed_file_of_megatron_is_patched_and_nothing_stands_in_for_cuda(
+def test_no_file_or_function_of_megatron_is_patched_and_nothing_stands_in_for_cuda(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
+    samples = made_samples(2)
     with started(on("megatron", make_spec("float32")), folders["qwen2"], tmp_path) as trainer:
-        trainer._model(pack_slot(made_samples(2)))
-    assert torch.cuda.current_device.__module__ == "torch.cuda"
-    assert changed_files("megatron-core") == []
+        trainer.score(samples)
+        trainer.update(samples, step=1, update=0)
+        trainer.save(str(tmp_path / "step-000001"), chain_digest="c" * 32, attempt=1)
+    assert replaced_in_memory("megatron") == []
+    assert replaced_in_memory("torch") == []  # so nothing of ours can be active under CUDA
+    changed, checked = changed_files(importlib.metadata.distribution("megatron-core"))
+    assert changed == []
+    assert checked > 300
 
 
-def changed_files(distribution: str) -> list[str]:
-    """Installed files whose hash is not the one that was recorded at installation."""
-    files = importlib.metadata.distribution(distribution)
-    record = (files.read_text("RECORD") or "").splitlines()
+def test_a_patched_file_and_a_patched_function_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above."""
+    info = tmp_path / "fake-1.0.dist-info"
+    info.mkdir()
+    lines = []
+    for name in ("kept.py", "patched.py"):
+        (tmp_path / name).write_text("value = 1\n")
+        digest = base64.urlsafe_b64encode(hashlib.sha256(b"value = 1\n").digest())
+        lines.append(f"{name},sha256={digest.rstrip(b'=').decode()},10")
+    (info / "RECORD").write_text("\n".join([*lines, "fake-1.0.dist-info/RECORD,,"]))
+    installed = importlib.metadata.PathDistribution(info)
+    assert changed_files(installed) == ([], 2)
+    (tmp_path / "patched.py").write_text("value = 2\n")
+    assert changed_files(installed) == (["patched.py"], 2)
+    monkeypatch.setattr(GPTModel, "sharded_state_dict", layers.SwiGlu.forward)
+    monkeypatch.setattr(gpt_model, "has_config_logger_enabled", layers.residual_add)
+    monkeypatch.setattr(torch.cuda, "current_device", layers.slot_params)
+    assert replaced_in_memory("torch") == ["torch.cuda.current_device"]
+    assert set(replaced_in_memory("megatron")) == {
+        f"{gpt_model.__name__}.has_config_logger_enabled",
+        f"{gpt_model.__name__}.GPTModel.sharded_state_dict",
+    }
+
+
+def replaced_in_memory(package: str) -> list[str]:
+    """Functions of ours under a name of this package's modules and classes."""
+    found = []
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] != package or module is None:
+            continue
+        for attribute, value in list(vars(module).items()):
+            if is_ours(value):
+                found.append(f"{name}.{attribute}")
+            if isinstance(value, type) and value.__module__ == name:
+                found += [f"{name}.{attribute}.{n}" for n, v in vars(value).items() if is_ours(v)]
+    return found
+
+
+def is_ours(value: object) -> bool:
+    return (getattr(value, "__module__", None) or "").split(".")[0] == "engines"
+
+
+def changed_files(distribution: importlib.metadata.Distribution) -> tuple[list[str], int]:
+    """Installed files whose hash is not the one recorded at installation; how many were read."""
+    record = (distribution.read_text("RECORD") or "").splitlines()
     changed, checked = [], 0
     for path, recorded, _ in csv.reader(record):
         if not recorded:
             continue
         algorithm, _, digest = recorded.partition("=")
-        found = hashlib.new(algorithm, Path(str(files.locate_file(path))).read_bytes()).digest()
+        content = Path(str(distribution.locate_file(path))).read_bytes()
         checked += 1
-        if base64.urlsafe_b64encode(found).rstrip(b"=").decode() != digest:
+        found = base64.urlsafe_b64encode(hashlib.new(algorithm, content).digest())
+        if found.rstrip(b"=").decode() != digest:
             changed.append(path)
-    assert checked > 300
-    return changed
+    return changed, checked

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -167,11 +167,13 @@ def plain_loss(
     trainer: GrpoTrainer,
     *,
     on_policy: bool = False,
+    before: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """GRPO's loss over `logits_of` (ids [n] -> logits [n, V]), one sample at a time.
 
     Old and reference log-probs are the trainer's, as data: they are the loss's inputs. On policy
-    the old log-probs are the model's own, so that the ratio is 1.
+    the old log-probs are the model's own, so that the ratio is 1. With `before` (request id -> log-
+    probs) old and reference are those instead.
     """
     loss_spec, temperature = trainer.spec.loss, trainer.spec.sampling.temperature
     kept = [sample for sample in samples if not sample.masked]
@@ -182,10 +184,13 @@ def plain_loss(
         logs = torch.log_softmax(logits, -1)
         lp = logs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         entropy = -(logs.exp() * logs).sum(-1)
-        old = torch.tensor(trainer.scores()[sample.request_id], dtype=lp.dtype)
+        if before is None:
+            old = torch.tensor(trainer.scores()[sample.request_id], dtype=lp.dtype)
+            ref = torch.tensor(trainer.reference_scores()[sample.request_id], dtype=lp.dtype)
+        else:
+            old = ref = before[sample.request_id]
         if on_policy:
             old = lp.detach()
-        ref = torch.tensor(trainer.reference_scores()[sample.request_id], dtype=lp.dtype)
         ratio = (lp - old).exp()
         clipped = ratio.clamp(1 - loss_spec.clip_low, 1 + loss_spec.clip_high)
         policy = torch.maximum(-sample.advantage * ratio, -sample.advantage * clipped)

@@ -20,7 +20,11 @@ from engines import guard
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKSTEP = Path(sys.executable).with_name("lockstep")
-SHORT = ("--set", "plan.gates.controls=off", "--set", "plan.gates.preflight=off")
+SHORT = tuple(
+    part
+    for gate in ("layerwise", "controls", "preflight")
+    for part in ("--set", f"plan.gates.{gate}=off")
+)
 """Leaves out what costs a test time and is not its point."""
 
 _FOREIGN = ("RAY_ADDRESS", "PREFECT_API_URL", "MLFLOW_TRACKING_URI", guard.MARK)

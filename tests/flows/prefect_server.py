@@ -25,6 +25,7 @@ from tests.flows.command_line import ROOT, clean_environment, wait_until
 PREFECT = Path(sys.executable).with_name("prefect")
 SHORTEST = {
     "plan.num_steps": 2,
+    "plan.gates.layerwise": "off",
     "plan.gates.controls": "off",
     "plan.gates.preflight": "off",
 }

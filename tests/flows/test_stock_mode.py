@@ -17,6 +17,7 @@ STOCK = (
     "numerics.policy=stock",
     "plan.gates.logprobs=report",
     "plan.gates.preflight=optional",
+    "plan.gates.layerwise=off",
     "plan.gates.controls=off",
 )
 SHORT = ("plan.num_steps=3", "plan.checkpoint_every=2", "loss.tis_clip=2.0")

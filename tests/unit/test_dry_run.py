@@ -80,6 +80,7 @@ def test_the_stages_of_a_leg_are_in_the_order_in_which_they_run() -> None:
         "a train 5-6",
         "a checkpoint 6",
         "a export",
+        "a layerwise",
         "a controls",
         "a gates",
     ]

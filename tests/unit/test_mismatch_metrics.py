@@ -19,6 +19,7 @@ STOCK = (
     "numerics.policy=stock",
     "plan.gates.logprobs=report",
     "plan.gates.preflight=off",
+    "plan.gates.layerwise=off",
     "plan.gates.controls=off",
 )
 LN2 = math.log(2)

@@ -182,7 +182,8 @@ def undeclared_imports(files: list[Path], declared: set[str]) -> set[str]:
 
 def test_every_import_of_the_four_packages_is_declared(tmp_path: Path) -> None:
     extras = project()["project"]["optional-dependencies"]
-    texts = [*project()["project"]["dependencies"], *extras["cpu"], *extras["cpu-without-vllm"]]
+    extra = [*extras["cpu"], *extras["cpu-without-vllm"], *extras["cuda"]]
+    texts = [*project()["project"]["dependencies"], *extra]
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     files = [file for name in PACKAGES for file in (ROOT / name).rglob("*.py")]
     assert undeclared_imports(files, declared) == set()
@@ -212,3 +213,24 @@ def test_a_registry_and_a_machine_path_are_found(tmp_path: Path) -> None:
     )
     found = unwanted_in([file])
     assert [entry.rsplit(":", 2)[1] for entry in found] == ["2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "file"), [("cpu-without-vllm", "cpu-py311.txt"), ("cuda", "gpu-py312.txt")]
+)
+def test_what_is_pinned_in_the_project_is_pinned_alike_in_the_constraints(
+    extra: str, file: str
+) -> None:
+    lines = (ROOT / "constraints" / file).read_text().splitlines()
+    pins = dict(
+        line.split("#")[0].strip().split("==") for line in lines if "==" in line.split("#")[0]
+    )
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    declared = project()["project"]
+    asked = [*declared["dependencies"], *declared["optional-dependencies"][extra]]
+    compared = 0
+    for requirement in map(Requirement, asked):
+        found = pins[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(found.partition("+")[0]), (requirement, found)
+        compared += 1
+    assert compared == len(asked) > 15

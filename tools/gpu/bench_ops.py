@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,7 @@ def others() -> dict[str, dict[str, float]]:
     words = state[0].view(torch.int32).view(-1, 1024)
     add(
         "digest 67M",
-        lambda: cuda.digest_sums(words, first_index=0, index_step=1024),
+        lambda: cuda.digest_sums([cuda.WordBlock(words, 0, 1024)]),
         0.268435456,
         captured=False,
     )
@@ -183,9 +184,81 @@ def others() -> dict[str, dict[str, float]]:
     return rows
 
 
+def experts() -> dict[str, dict[str, float]]:
+    """Time router and experts of Qwen3-30B-A3B's layer: 128 experts of 768, 8 a row."""
+    rows = {}
+    router = random(128, 2048, scale=0.02)
+    gate_up, down = random(128, 1536, 2048, scale=0.02), random(128, 2048, 768, scale=0.02)
+    stacks = (*gate_up.chunk(2, dim=1), down)
+    for count in (128, 4096):
+        x = random(count, 2048)
+        logits = numerics.linear(x, router)
+        us = median_us(lambda z=logits: numerics.route(z, top_k=8, normalise=True))
+        rows[f"route {count} x 128"] = {"us": us}
+        weights, chosen = numerics.route(logits, top_k=8, normalise=True)
+        us = median_us(lambda x=x, c=chosen, w=weights: cuda.mix_experts(x, c, w, *stacks))
+        rows[f"experts {count}"] = {
+            "us": us,
+            "TFLOP/s": 2e-6 * count * 8 * 3 * 768 * 2048 / us,
+            "GB/s": (gate_up.numel() + down.numel()) * 2e-3 / us,
+        }
+    leaves = [x, weights, *(list(stack.contiguous().unbind(0)) for stack in stacks)]
+    flat = [x, weights, *(t for stack in leaves[2:] for t in stack)]
+    for leaf in flat:
+        leaf.requires_grad_()
+    out = numerics.expert_mlp(x, chosen, weights, *leaves[2:])
+    upstream = torch.randn_like(out)
+    us = median_us(
+        lambda: torch.autograd.grad(out, flat, upstream, retain_graph=True), captured=False
+    )
+    rows["experts 4096 backward"] = {"us": us, "TFLOP/s": 9e-6 * 4096 * 8 * 2 * 768 * 2048 / us}
+    return rows
+
+
+def many() -> dict[str, dict[str, float]]:
+    """Time what takes all tensors of SmolLM2-135M at once, the host's part included."""
+    from engines.provenance.tensor_digest import digest_tensors
+    from model_specs.families.decoder import parameter_shapes
+    from model_specs.registry import load_recipe
+
+    shapes = parameter_shapes(load_recipe("gsm8k_smollm2_135m").model)
+    state = [
+        {name: torch.randn(*shape, device="cuda").abs() for name, shape in shapes.items()}
+        for _ in range(4)
+    ]
+    size = sum(tensor.numel() for tensor in state[0].values()) * 4e-9
+    options = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1}
+    ops = {
+        "adamw": (lambda: numerics.adamw_steps_(*map(list, values), step=2, **options), 7),
+        "norm": (lambda: numerics.many_row_square_sums(values[0]), 1),
+        "digest": (lambda: digest_tensors(state[0]), 1),
+    }
+    values = [list(kind.values()) for kind in state]
+    rows = {}
+    for name, (op, passes) in ops.items():
+        us = wall_us(op)
+        rows[f"{name} of {len(shapes)} tensors, wall"] = {
+            "us": us,
+            "GB/s": passes * size * 1e6 / us,
+        }
+    return rows
+
+
+def wall_us(op: Callable[[], Any], *, repeats: int = 10) -> float:
+    """Return the median microseconds until the device is done with `op`, by the host's clock."""
+    times = []
+    for _ in range(repeats + 2):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        op()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e6)
+    return statistics.median(times[2:])
+
+
 def main() -> None:
     """Measure all and print."""
-    rows = {**products(), **attention(), **others()}
+    rows = {**products(), **attention(), **others(), **experts(), **many()}
     report = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows,
     }  # fmt: skip

@@ -1,8 +1,8 @@
 """The shared ops on a CUDA device: the same names, signatures and laws as `engines.numerics`.
 
 Callers use `engines.numerics`, which comes here by the device of the tensors; only what has no
-counterpart there (`add_rms_norm`, `attend_pages`, `temper_`, `token_logprobs`, `digest_sums`) is
-imported from here. All kernels are ours, in Triton.
+counterpart there (`add_rms_norm`, `attend_pages`, `mix_experts`, `temper_`, `token_logprobs`,
+`digest_sums`) is imported from here. All kernels are ours, in Triton.
 
 | what could change a row's bits | what holds it |
 | --- | --- |
@@ -20,8 +20,9 @@ from engines.numerics.cuda.attention import (
     paged_attention,
     paged_attention_batch,
 )
-from engines.numerics.cuda.digest import digest_sums
+from engines.numerics.cuda.digest import WordBlock, digest_sums
 from engines.numerics.cuda.embedding import embedding
+from engines.numerics.cuda.experts import expert_mlp, mix_experts
 from engines.numerics.cuda.linear import (
     linear,
     linear_input_gradient,
@@ -36,13 +37,16 @@ from engines.numerics.cuda.logprobs import (
     token_logprobs,
 )
 from engines.numerics.cuda.norm import add_rms_norm, rms_norm
-from engines.numerics.cuda.optimizer import adamw_step_
+from engines.numerics.cuda.optimizer import adamw_step_, adamw_steps_
 from engines.numerics.cuda.pointwise import add, silu_mul
 from engines.numerics.cuda.rotary import rotary
-from engines.numerics.cuda.sums import row_square_sums
+from engines.numerics.cuda.router import route
+from engines.numerics.cuda.sums import many_row_square_sums, row_square_sums
 
 __all__ = [
+    "WordBlock",
     "adamw_step_",
+    "adamw_steps_",
     "add",
     "add_rms_norm",
     "attend_pages",
@@ -50,16 +54,20 @@ __all__ = [
     "chosen_logprobs",
     "digest_sums",
     "embedding",
+    "expert_mlp",
     "head_logprobs",
     "linear",
     "linear_input_gradient",
     "linear_multi",
     "linear_weight_gradient",
     "log_softmax_rows",
+    "many_row_square_sums",
+    "mix_experts",
     "paged_attention",
     "paged_attention_batch",
     "rms_norm",
     "rotary",
+    "route",
     "row_square_sums",
     "silu_mul",
     "temper_",

@@ -12,22 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engines.numerics.cuda.groups import group_of_tile
+
 KEY_BLOCK = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _request_of(tile, first_ptr, requests, QUERIES: tl.constexpr):
-    """Return the request of a tile: the last one with `first // QUERIES + index <= tile`."""
-    low, high = 0, requests
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(first_ptr + middle) // QUERIES + middle <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @triton.jit
@@ -78,7 +67,7 @@ def attention_kernel(
 ):  # fmt: skip
     """One tile of `QUERIES` positions of one request, for all heads that share a key head."""
     tile, key_head = tl.program_id(0), tl.program_id(1)
-    request = tile if SINGLE else _request_of(tile, first_ptr, requests, QUERIES)
+    request = tile if SINGLE else group_of_tile(tile, first_ptr, requests, QUERIES)
     first = tl.load(first_ptr + request)
     queries = tl.load(last_ptr + request) - first
     offset = 0 if SINGLE else (tile - (first // QUERIES + request)) * QUERIES

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from engines.numerics.cuda.layout import row_major
+from engines.numerics.slot_sums import next_op_sums
 
 _COLUMNS = 256
 _UNROLL = 8
@@ -29,14 +30,14 @@ def _gather_sum_kernel(
     inside = column < columns
     first = tl.load(first_ptr + index)
     count = tl.load(count_ptr + index)
-    total = tl.zeros([COLUMNS], tl.float32)
+    token = tl.load(token_ptr + index)
+    total = tl.load(out_ptr + token * columns + column, mask=inside, other=0.0)
     for begin in range(0, count, UNROLL):
         for step in tl.static_range(UNROLL):
             present = begin + step < count
             row = tl.load(order_ptr + first + begin + step, mask=present, other=0)
             value = tl.load(gradient_ptr + row * stride + column, mask=inside & present, other=0.0)
             total += value.to(tl.float32)
-    token = tl.load(token_ptr + index)
     tl.store(out_ptr + token * columns + column, total, mask=inside)
 
 
@@ -57,15 +58,17 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.shape, ctx.dtype = weight.shape, weight.dtype
+        ctx.shape, ctx.dtype, ctx.sums = weight.shape, weight.dtype, next_op_sums()
         return weight.index_select(0, ids)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor | None]:
         (ids,) = ctx.saved_tensors
         gradient = row_major(gradient)
-        out = torch.zeros(ctx.shape, dtype=torch.float32, device=gradient.device)
+        out = ctx.sums.total(0)
+        if out is None:
+            out = torch.zeros(ctx.shape, dtype=torch.float32, device=gradient.device)
         if ids.shape[0]:
             by_token, order = torch.sort(ids, stable=True)
             tokens, counts = torch.unique_consecutive(by_token, return_counts=True)
@@ -75,4 +78,4 @@ class _Embedding(torch.autograd.Function):
                 gradient, order, tokens, firsts, counts, out, columns, gradient.stride(0),
                 COLUMNS=_COLUMNS, UNROLL=_UNROLL, num_warps=4,
             )  # fmt: skip
-        return None, out.to(ctx.dtype)
+        return None, ctx.sums.rounded(0, out, ctx.dtype)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from engines.numerics.cuda.matmul import add_weight_gradient, matmul
 from engines.numerics.cuda.rows import block_sum
+from engines.numerics.slot_sums import next_op_sums
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -76,9 +77,10 @@ def linear_weight_gradient(
         total: float32 `[N, K]` to go on from, changed in place; None starts from zero. Going on
             after a multiple of 64 rows gives the bits of one call over all rows.
     """
+    fresh = total is None
     if total is None:
-        total = torch.zeros(gradient.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
-    add_weight_gradient(total, gradient, x)
+        total = torch.empty(gradient.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
+    add_weight_gradient(total, gradient, x, fresh=fresh)
     return total
 
 
@@ -89,6 +91,7 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
+        ctx.sums = next_op_sums()
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         return tuple(
             matmul(x, weight, bias, transposed=True)
@@ -102,14 +105,15 @@ class _Linear(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         count = len(weights)
         of_x = linear_input_gradient(gradients, weights) if ctx.needs_input_grad[0] else None
-        of_weights = [
-            linear_weight_gradient(gradient, x).to(weight.dtype) if need else None
-            for gradient, weight, need in zip(gradients, weights, needed[:count], strict=True)
-        ]
-        of_biases = [
-            block_sum(gradient).to(dtype) if need else None
-            for gradient, dtype, need in zip(
-                gradients, ctx.bias_dtypes, needed[count:], strict=True
-            )
-        ]
-        return of_x, None, *of_weights, *of_biases
+        of_parameters: list[torch.Tensor | None] = [None] * (2 * count)
+        for index, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
+            if needed[index]:
+                total = linear_weight_gradient(gradient, x, total=ctx.sums.total(index))
+                of_parameters[index] = ctx.sums.rounded(index, total, weight.dtype)
+        for index, (gradient, dtype) in enumerate(
+            zip(gradients, ctx.bias_dtypes, strict=True), start=count
+        ):
+            if needed[index]:
+                total = block_sum(gradient, total=ctx.sums.total(index))
+                of_parameters[index] = ctx.sums.rounded(index, total, dtype)
+        return of_x, None, *of_parameters

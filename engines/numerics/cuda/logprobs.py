@@ -18,10 +18,16 @@ from engines.numerics.blocks import ROW_BLOCK
 from engines.numerics.cuda.layout import row_major
 from engines.numerics.cuda.linear import linear_input_gradient, linear_weight_gradient
 from engines.numerics.cuda.matmul import matmul
+from engines.numerics.slot_sums import next_op_sums
 
 _BLOCK = 4096
 _CHUNK_ROWS = 2048
 """Fewest rows of logits that `head_logprobs` holds at a time; it decides no bit."""
+
+_MANY_ROWS = 1024
+"""From here on a row needs no more than one program; it decides no bit."""
+_SPANS = 8
+"""Programs of a row below that."""
 
 UNITS = tl.constexpr(1099511627776.0)
 """2^40 units are 1."""
@@ -32,47 +38,116 @@ def _tempered(x_ptr, temperature):
     return tl.div_rn(tl.load(x_ptr).to(tl.float32), temperature)
 
 
-@triton.jit(do_not_specialize=["columns"])
-def _row_kernel(
-    logits_ptr, ids_ptr, chosen_ptr, maximum_ptr, log_sum_ptr, entropy_ptr, temperature, columns,
-    stride, HAS_IDS: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    place = logits_ptr + row * stride
+@triton.jit
+def _largest(place, begin, end, BLOCK: tl.constexpr):
+    """Return the largest element of a span, and whether one is NaN or plus infinity."""
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     unusual = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, columns, BLOCK):
+    for first in range(begin, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        inside = column < columns
-        x = tl.load(place + column, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(place + column, mask=column < end, other=float("-inf")).to(tl.float32)
         largest = tl.maximum(largest, x)
         unusual |= tl.where(x < float("inf"), 0, 1)
-    # Division by a positive number keeps the order, so the largest quotient is that of the largest.
-    maximum = tl.div_rn(tl.max(largest, axis=0), temperature)
+    return tl.max(largest, axis=0), tl.max(unusual, axis=0)
+
+
+@triton.jit
+def _sums(place, begin, end, maximum, temperature, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the sums over a span, in units: of the terms, and of each times its logarithm."""
     total = tl.zeros([BLOCK], tl.int64)
     weighted = tl.zeros([BLOCK], tl.int64)
-    for first in range(0, columns, BLOCK):
+    for first in range(begin, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        inside = column < columns
-        x = tl.load(place + column, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(place + column, mask=column < end, other=float("-inf")).to(tl.float32)
         below = tl.div_rn(x, temperature + tl.zeros([BLOCK], tl.float32)) - maximum
         term = tl.exp(below)
         total += (term * UNITS).to(tl.int64)
         if HAS_ENTROPY:
             scaled = tl.where(below > float("-inf"), term * below, 0.0)
             weighted += (scaled * UNITS).to(tl.int64)
-    count = tl.sum(total, axis=0).to(tl.float64)
+    return tl.sum(total, axis=0), tl.sum(weighted, axis=0)
+
+
+@triton.jit
+def _finish(
+    place, row, ids_ptr, chosen_ptr, maximum_ptr, log_sum_ptr, entropy_ptr, maximum, unusual, total,
+    weighted, temperature, HAS_IDS: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+):  # fmt: skip
+    count = total.to(tl.float64)
     log_sum = tl.log(count / UNITS).to(tl.float32)
     # NaN and plus infinity have no place in a sum of integers: they make the whole row NaN.
-    log_sum = tl.where(tl.max(unusual, axis=0) > 0, float("nan"), log_sum)
+    log_sum = tl.where(unusual > 0, float("nan"), log_sum)
     tl.store(maximum_ptr + row, maximum)
     tl.store(log_sum_ptr + row, log_sum)
     if HAS_ENTROPY:
-        mean = (tl.sum(weighted, axis=0).to(tl.float64) / count).to(tl.float32)
+        mean = (weighted.to(tl.float64) / count).to(tl.float32)
         tl.store(entropy_ptr + row, log_sum - mean)
     if HAS_IDS:
         chosen = _tempered(place + tl.load(ids_ptr + row), temperature)
         tl.store(chosen_ptr + row, chosen - maximum - log_sum)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _row_kernel(
+    logits_ptr, ids_ptr, chosen_ptr, maximum_ptr, log_sum_ptr, entropy_ptr, temperature, columns,
+    stride, HAS_IDS: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A whole row in one program: for as many rows as there are processors, and more."""
+    row = tl.program_id(0).to(tl.int64)
+    place = logits_ptr + row * stride
+    largest, unusual = _largest(place, 0, columns, BLOCK)
+    # Division by a positive number keeps the order, so the largest quotient is that of the largest.
+    maximum = tl.div_rn(largest, temperature)
+    total, weighted = _sums(place, 0, columns, maximum, temperature, HAS_ENTROPY, BLOCK)
+    _finish(
+        place, row, ids_ptr, chosen_ptr, maximum_ptr, log_sum_ptr, entropy_ptr, maximum, unusual,
+        total, weighted, temperature, HAS_IDS, HAS_ENTROPY,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["columns", "width"])
+def _span_largest_kernel(
+    logits_ptr, largest_ptr, unusual_ptr, columns, width, stride,
+    SPANS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    end = tl.minimum(columns, (span + 1) * width)
+    largest, unusual = _largest(logits_ptr + row * stride, span * width, end, BLOCK)
+    tl.store(largest_ptr + row * SPANS + span, largest)
+    tl.store(unusual_ptr + row * SPANS + span, unusual)
+
+
+@triton.jit(do_not_specialize=["columns", "width"])
+def _span_sums_kernel(
+    logits_ptr, largest_ptr, total_ptr, weighted_ptr, temperature, columns, width, stride,
+    HAS_ENTROPY: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    largest = tl.max(tl.load(largest_ptr + row * SPANS + tl.arange(0, SPANS)), axis=0)
+    end = tl.minimum(columns, (span + 1) * width)
+    total, weighted = _sums(
+        logits_ptr + row * stride, span * width, end, tl.div_rn(largest, temperature), temperature,
+        HAS_ENTROPY, BLOCK,
+    )  # fmt: skip
+    tl.store(total_ptr + row * SPANS + span, total)
+    tl.store(weighted_ptr + row * SPANS + span, weighted)
+
+
+@triton.jit
+def _span_finish_kernel(
+    logits_ptr, ids_ptr, chosen_ptr, maximum_ptr, log_sum_ptr, entropy_ptr, largest_ptr,
+    unusual_ptr, total_ptr, weighted_ptr, temperature, stride,
+    HAS_IDS: tl.constexpr, HAS_ENTROPY: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    span = row * SPANS + tl.arange(0, SPANS)
+    largest = tl.max(tl.load(largest_ptr + span), axis=0)
+    _finish(
+        logits_ptr + row * stride, row, ids_ptr, chosen_ptr, maximum_ptr, log_sum_ptr, entropy_ptr,
+        tl.div_rn(largest, temperature), tl.max(tl.load(unusual_ptr + span), axis=0),
+        tl.sum(tl.load(total_ptr + span), axis=0), tl.sum(tl.load(weighted_ptr + span), axis=0),
+        temperature, HAS_IDS, HAS_ENTROPY,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["columns"])
@@ -143,13 +218,46 @@ def _rows(
     chosen, maximum, log_sum, of_entropy = torch.empty(
         4, count, dtype=torch.float32, device=logits.device
     ).unbind(0)
-    if count:
+    outputs = (chosen, maximum, log_sum, of_entropy)
+    flags = {"HAS_IDS": ids is not None, "HAS_ENTROPY": entropy}
+    if 0 < count < _MANY_ROWS and columns > _BLOCK:
+        _split_rows(logits, ids, outputs, float(temperature), flags)
+    elif count:
         _row_kernel[(count,)](
-            logits, ids, chosen, maximum, log_sum, of_entropy, float(temperature), columns,
-            logits.stride(0), HAS_IDS=ids is not None, HAS_ENTROPY=entropy, BLOCK=_BLOCK,
-            num_warps=8, enable_fp_fusion=False,
+            logits, ids, *outputs, float(temperature), columns, logits.stride(0), BLOCK=_BLOCK,
+            num_warps=8, enable_fp_fusion=False, **flags,
         )  # fmt: skip
     return chosen, maximum, log_sum, of_entropy
+
+
+def _split_rows(
+    logits: torch.Tensor,
+    ids: torch.Tensor | None,
+    outputs: tuple[torch.Tensor, ...],
+    temperature: float,
+    flags: dict[str, bool],
+) -> None:
+    """Fill `outputs` with several programs a row; their parts are integers, so no order is lost."""
+    count, columns = logits.shape
+    # Whole blocks, so that a load has one alignment in every span.
+    width = triton.cdiv(triton.cdiv(columns, _SPANS), _BLOCK) * _BLOCK
+    shape, place = (count, _SPANS), {"device": logits.device}
+    largest = torch.empty(shape, dtype=torch.float32, **place)
+    unusual = torch.empty(shape, dtype=torch.int32, **place)
+    total, weighted = torch.empty(2, *shape, dtype=torch.int64, **place).unbind(0)
+    options: dict[str, Any] = {"SPANS": _SPANS, "enable_fp_fusion": False}
+    _span_largest_kernel[shape](
+        logits, largest, unusual, columns, width, logits.stride(0), BLOCK=_BLOCK, num_warps=8,
+        **options,
+    )  # fmt: skip
+    _span_sums_kernel[shape](
+        logits, largest, total, weighted, temperature, columns, width, logits.stride(0),
+        HAS_ENTROPY=flags["HAS_ENTROPY"], BLOCK=_BLOCK, num_warps=8, **options,
+    )  # fmt: skip
+    _span_finish_kernel[(count,)](
+        logits, ids, *outputs, largest, unusual, total, weighted, temperature, logits.stride(0),
+        num_warps=1, **options, **flags,
+    )  # fmt: skip
 
 
 def _logits_gradient(
@@ -287,7 +395,7 @@ class _HeadLogprobs(torch.autograd.Function):
             torch.cat([chunk[index] for chunk in figures]) for index in range(4)
         )
         ctx.save_for_backward(hidden, weight, ids, maximum, log_sum, entropy)
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        ctx.temperature, ctx.chunk_rows, ctx.sums = temperature, chunk_rows, next_op_sums()
         ctx.set_materialize_grads(False)
         return chosen, entropy
 
@@ -299,7 +407,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, ids, maximum, log_sum, entropy = ctx.saved_tensors
         upstream = torch.zeros_like(entropy) if of_chosen is None else of_chosen
         of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        of_weight = ctx.sums.total(0)
         for start in range(0, hidden.shape[0], ctx.chunk_rows):
             rows = slice(start, start + ctx.chunk_rows)
             of_logits = _logits_gradient(
@@ -311,5 +419,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 ctx.temperature,
             )
             of_hidden[rows] = linear_input_gradient((of_logits,), (weight,))
-            linear_weight_gradient(of_logits, hidden[rows], total=of_weight)
-        return of_hidden, of_weight.to(weight.dtype), None, None, None
+            of_weight = linear_weight_gradient(of_logits, hidden[rows], total=of_weight)
+        if of_weight is None:  # no rows
+            of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        return of_hidden, ctx.sums.rounded(0, of_weight, weight.dtype), None, None, None

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from engines.numerics.cuda.layout import aligned, power_of_two
 from engines.numerics.cuda.rows import block_sum
+from engines.numerics.slot_sums import next_op_sums
 
 _WARPS = 4
 
@@ -114,7 +115,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
+        ctx.eps, ctx.sums = eps, next_op_sums()
         return _launch(x, None, weight, eps)[0]
 
     @staticmethod
@@ -128,4 +129,5 @@ class _RmsNorm(torch.autograd.Function):
                 x, weight, aligned(gradient), of_x, of_weight, x.shape[1], ctx.eps,
                 BLOCK=power_of_two(x.shape[1]), num_warps=_WARPS,
             )  # fmt: skip
-        return of_x, block_sum(of_weight).to(weight.dtype), None
+        total = block_sum(of_weight, total=ctx.sums.total(0))
+        return of_x, ctx.sums.rounded(0, total, weight.dtype), None

@@ -94,15 +94,22 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = (row_major(saved) for saved in ctx.saved_tensors)
-        gradient = row_major(gradient)
-        rows, columns = gate.shape
-        of_gate = torch.empty(rows, columns, dtype=gate.dtype, device=gate.device)
-        of_up = torch.empty_like(of_gate)
-        if of_gate.numel():
-            _silu_mul_backward_kernel[(rows, triton.cdiv(columns, _BLOCK))](
-                gate, up, gradient, of_gate, of_up, columns,
-                gate.stride(0), up.stride(0), gradient.stride(0),
-                BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
-        return of_gate, of_up
+        gate, up = ctx.saved_tensors
+        return silu_mul_gradient(gate, up, gradient)
+
+
+def silu_mul_gradient(
+    gate: torch.Tensor, up: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of `gate` and `up` from that of their `silu_mul`, all `[M, K]`."""
+    gate, up, gradient = row_major(gate), row_major(up), row_major(gradient)
+    rows, columns = gate.shape
+    of_gate = torch.empty(rows, columns, dtype=gate.dtype, device=gate.device)
+    of_up = torch.empty_like(of_gate)
+    if of_gate.numel():
+        _silu_mul_backward_kernel[(rows, triton.cdiv(columns, _BLOCK))](
+            gate, up, gradient, of_gate, of_up, columns,
+            gate.stride(0), up.stride(0), gradient.stride(0),
+            BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return of_gate, of_up

@@ -47,16 +47,20 @@ def _column_sums(x: torch.Tensor, *, block_rows: int) -> torch.Tensor:
     return out
 
 
-def block_sum(rows: torch.Tensor) -> torch.Tensor:
+def block_sum(rows: torch.Tensor, *, total: torch.Tensor | None = None) -> torch.Tensor:
     """Sum over rows: ascending inside each block of 64 rows, then blocks left to right.
 
     Args:
         rows: float32 or bfloat16 `[rows, columns]`.
+        total: float32 `[columns]` to go on from; None starts from zero. Going on after a multiple
+            of 64 rows gives the bits of one call over all rows.
 
     Returns:
         float32 `[columns]`; trailing zero rows, and whole blocks of them, change no bit.
     """
     blocks = _column_sums(row_major(rows), block_rows=ROW_BLOCK)
+    if total is not None:
+        blocks = torch.cat([total[None], blocks])
     if not blocks.shape[0]:
         return blocks.new_zeros(rows.shape[1])
     return _column_sums(blocks, block_rows=-(-blocks.shape[0] // _UNROLL) * _UNROLL)[0]

@@ -36,20 +36,26 @@ class MegatronTrainer(GrpoTrainer):
 
     def _build(self) -> dict[str, Shard]:
         """Build the model and its main parameters."""
-        parallel.start()
+        device = self.spec.execution.device
+        if device == "cuda":
+            torch.cuda.set_device(self._rank % torch.cuda.device_count())
+        parallel.start(device)
         model = self._model = build_model(
             self.spec.model,
             compute_dtype=self._compute_dtype,
             temperature=self.spec.sampling.temperature,
             gradient_checkpointing=self.spec.trainer_options.gradient_checkpointing,
+            device=device,
         )
         parameters = [(name, value.detach()) for name, value in model.named_parameters()]
         self._blocks = all_blocks(parameters, self.spec.model)
         shapes = parameter_shapes(self.spec.model)
-        self._layout = _FlatLayout(shapes, world_size=self._world_size)
+        self._layout = _FlatLayout(shapes, world_size=self._world_size, device=device)
         self._counter = BinaryCounter()
         self._stock_sum: torch.Tensor | None = None
-        return {name: replicated(torch.empty(shape)) for name, shape in shapes.items()}
+        return {
+            name: replicated(torch.empty(shape, device=device)) for name, shape in shapes.items()
+        }
 
     def _publish(self) -> None:
         """Round the main parameters into the model's fused ones."""
@@ -127,14 +133,15 @@ class MegatronTrainer(GrpoTrainer):
 class _FlatLayout:
     """All tensors of a model one after the other in one buffer that the ranks divide evenly."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], *, world_size: int) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]], *, world_size: int, device: str) -> None:
         self._shapes = shapes
+        self._device = device
         count = sum(math.prod(shape) for shape in shapes.values())
         self._count = count + -count % world_size
 
     def empty(self) -> torch.Tensor:
         """Return a float32 buffer; zero, because the padding at its end is added up too."""
-        return torch.zeros(self._count, dtype=torch.float32)
+        return torch.zeros(self._count, dtype=torch.float32, device=self._device)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return name -> view of `flat`."""

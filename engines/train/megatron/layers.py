@@ -129,8 +129,8 @@ class SwiGlu(torch.nn.Module):
 
     def forward(self, fused: torch.Tensor) -> torch.Tensor:
         """Return [M, 1, inner]."""
-        gate, up = fused.chunk(2, dim=-1)
-        return numerics.silu_mul(gate, up)
+        gate, up = fused.flatten(0, 1).chunk(2, dim=-1)
+        return numerics.silu_mul(gate, up).unflatten(0, fused.shape[:2])
 
 
 class MixtureOfExperts(MoELayer):
@@ -165,7 +165,12 @@ class CoreAttention(MegatronModule):
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
-        self.inv_freq = numerics.rotary_inv_freq(config.rotary_base, config.kv_channels)
+        # Made on the host and moved with the model: a power need not be the same elsewhere.
+        self.register_buffer(
+            "inv_freq",
+            numerics.rotary_inv_freq(config.rotary_base, config.kv_channels),
+            persistent=False,
+        )
 
     def forward(
         self,

@@ -50,6 +50,8 @@ EXACT_OPS = frozenset(
         "aten.unsqueeze", "aten.view",
         # allocation and copies
         "aten.clone", "aten.empty", "aten.new_zeros",
+        # between the host, where slot and loss are, and the device
+        "aten._to_copy",
         # fused outputs put together, the slot's description in integers
         "aten.cat", "aten.cumsum", "aten.lift_fresh",
         # selection of rows, and zeros into padding
@@ -71,7 +73,12 @@ class SharedGptModel(GPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
-        return scored_logprobs(self.hidden(slot), head, slot, temperature=self.temperature)
+        slot = slot.to(head.device)
+        logprobs, entropy = scored_logprobs(
+            self.hidden(slot), head, slot, temperature=self.temperature
+        )
+        # The loss is computed on the host, where its sums are exactly rounded.
+        return logprobs.cpu(), entropy.cpu()
 
     def hidden(self, slot: PackedSlot) -> torch.Tensor:
         """Return the hidden states [M, K] after the last norm."""
@@ -135,7 +142,8 @@ def transformer_config(spec: ModelSpec, *, compute_dtype: torch.dtype) -> Transf
         params_dtype=compute_dtype,
         bf16=compute_dtype == torch.bfloat16,
         perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        # Made on the host and moved: Megatron leaves some parameters (a router's) there anyway.
+        use_cpu_initialization=True,
         **experts,
     )
     # Read by the parts of the layer spec; Megatron has no such settings.
@@ -204,8 +212,9 @@ def build_model(
     compute_dtype: torch.dtype,
     temperature: float,
     gradient_checkpointing: bool = False,
+    device: str = "cpu",
 ) -> SharedGptModel:
-    """Return the model with parameters that are allocated but not initialised.
+    """Return the model on `device`, with parameters that are allocated but not initialised.
 
     Megatron's parallel state must be there (`engines.train.megatron.parallel.start`).
 
@@ -223,7 +232,7 @@ def build_model(
         share_embeddings_and_output_weights=spec.tie_word_embeddings,
     )
     model.temperature = temperature
-    return model
+    return model.to(device)
 
 
 def check_frequencies(spec: ModelSpec) -> None:

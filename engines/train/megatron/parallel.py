@@ -3,8 +3,8 @@
 Invariants: one model replica a rank; what Megatron's own deterministic mode demands is in force
 before a model is built, and is reported as it is, not as it was asked for.
 
-    start(world_size=2)
-    facts = determinism_facts()
+    start("cuda")
+    facts = determinism_facts(model)
     stop()
 """
 
@@ -30,13 +30,16 @@ CUDA_VARIABLES: Mapping[str, tuple[str, ...]] = {
 """And where the device is a GPU."""
 
 
-def start() -> None:
+def start(device: str = "cpu") -> None:
     """Initialise Megatron's groups: every rank of the process group is a data-parallel replica.
+
+    Args:
+        device: Where the model will be, `cpu` or `cuda`.
 
     Raises:
         EngineError: A switch that deterministic mode demands is not set.
     """
-    check_determinism()
+    check_determinism(device)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
@@ -50,14 +53,14 @@ def stop() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def check_determinism() -> None:
-    """Require what Megatron's deterministic mode asserts, before a model is built.
+def check_determinism(device: str = "cpu") -> None:
+    """Require what Megatron's deterministic mode asserts for `device`, before a model is built.
 
     Raises:
         EngineError: Naming every switch that is not as it has to be.
     """
     required = dict(REQUIRED_VARIABLES)
-    if torch.cuda.is_available():
+    if device == "cuda":
         required |= CUDA_VARIABLES
     wrong = [
         f"{name} is {os.environ.get(name)!r}, not {' or '.join(map(repr, values))}"

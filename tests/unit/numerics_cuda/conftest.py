@@ -1,7 +1,9 @@
 """Runs `engines.numerics.cuda` on the device, or in Triton's interpreter where there is none.
 
-Where `triton` is only an empty stand-in (the CPU environment) nothing can run: each test is then
-reported as skipped, with the reason.
+In the CPU environment `triton` is an empty stand-in, so the kernels cannot even be defined in the
+process that runs the suite: there this folder is one test, `test_in_interpreter.py`, which runs all
+the others in a process of their own that has the real package. Where the real package is there, the
+others are collected as ever.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-HERE = Path(__file__).parent
+IN_INTERPRETER = "test_in_interpreter.py"
 
 
 def has_triton() -> bool:
@@ -23,20 +25,15 @@ def has_triton() -> bool:
     return any(Path(place, "language", "core.py").is_file() for place in places)
 
 
-if has_triton() and not torch.cuda.is_available():
-    # Read when a kernel is defined, so before triton and `engines.numerics.cuda` are imported.
-    os.environ["TRITON_INTERPRET"] = "1"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip this folder where there is no Triton to run or interpret a kernel."""
-    if has_triton():
-        return
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker(
-                pytest.mark.skip(reason="not run: triton is an empty stand-in in this environment")
-            )
+if has_triton():
+    collect_ignore = [IN_INTERPRETER]
+    if not torch.cuda.is_available():
+        # Read when a kernel is defined: before triton and `engines.numerics.cuda` are imported.
+        os.environ["TRITON_INTERPRET"] = "1"
+else:
+    collect_ignore = [
+        path.name for path in Path(__file__).parent.glob("test_*.py") if path.name != IN_INTERPRETER
+    ]
 
 
 @pytest.fixture

@@ -60,6 +60,27 @@ def test_a_row_has_one_logprob_in_either_dtype_at_any_stride_and_among_any_rows(
     assert torch.equal(rows.gather(1, IDS[:, None].to(device))[:, 0], whole)
 
 
+def test_one_program_a_row_and_several_give_the_same_bits(device, monkeypatch):
+    from engines.numerics import cuda
+    from engines.numerics.cuda import logprobs
+
+    hidden, weight = torch.eye(6, device=device), logits().t().contiguous().to(device)
+    results = []
+    for many in (1, 1000):
+        monkeypatch.setattr(logprobs, "_MANY_ROWS", many)
+        values = logits(HALF).to(device)
+        values[2, 17] = math.nan
+        results.append(
+            [
+                cuda.chosen_logprobs(values, IDS.to(device), temperature=0.7),
+                *cuda.head_logprobs(hidden, weight, IDS.to(device), temperature=0.7),
+            ]
+        )
+    for one, several in zip(*results, strict=True):
+        assert torch.equal(one.nan_to_num(), several.nan_to_num())
+    assert torch.isnan(results[1][0]).tolist() == [False, False, True, False, False, False]
+
+
 def test_tempering_in_place_gives_the_logprobs_of_that_temperature(device):
     from engines.numerics import cuda
 
@@ -117,21 +138,39 @@ def test_head_logprobs_are_those_of_linear_and_chosen_logprobs(device):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
 def test_digest_sums_are_those_of_the_numpy_definition(device, dtype):
-    from engines.numerics.cuda import digest_sums
+    from engines.numerics.cuda import WordBlock, digest_sums
 
     words = torch.randint(
         -(2**31), 2**31 - 1, (37, 600), generator=torch.Generator().manual_seed(0)
     )
     words = words.to(dtype)
     name = str(dtype).removeprefix("torch.")
-    part = partial_of(
-        words[3:30, 5:500].contiguous().numpy(), name="w", dtype=name, shape=(37, 600),
-        row_offset=3, column_offset=5,
-    )  # fmt: skip
-    found = digest_sums(words.to(device)[3:30, 5:500], first_index=3 * 600 + 5, index_step=600)
-    assert found == (part.sum_a, part.sum_b)
+
+    def sums(values):
+        moved = values.to(device)
+        return digest_sums(
+            [
+                WordBlock(moved[3:30, 5:500], 3 * 600 + 5, 600),
+                WordBlock(moved[:0], 0, 600),
+                WordBlock(moved, 0, 600),
+                WordBlock(moved.view(torch.uint8)[:, :7], 2, 9),
+            ]
+        )
+
+    def reference(rows, columns):
+        part = partial_of(
+            words[rows, columns].contiguous().numpy(), name="w", dtype=name, shape=(37, 600),
+            row_offset=rows.start, column_offset=columns.start,
+        )  # fmt: skip
+        return part.sum_a, part.sum_b
+
+    found = sums(words)
+    assert found[0] == reference(slice(3, 30), slice(5, 500))
+    assert found[1] == (0, 0)
+    assert found[2] == reference(slice(0, 37), slice(0, 600))
     changed = words.clone()
     changed[10, 100] ^= 1
-    assert found != digest_sums(
-        changed.to(device)[3:30, 5:500], first_index=3 * 600 + 5, index_step=600
-    )
+    other = sums(changed)
+    assert found[0] != other[0]
+    assert found[2] != other[2]
+    assert found[3] == other[3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from engines.numerics.optimizer import adamw_step_ as cpu_adamw_step_
 from engines.numerics.pointwise import silu_mul as cpu_silu_mul
 from engines.numerics.rotary import rotary as cpu_rotary
 from engines.numerics.rotary import rotary_inv_freq
+from engines.numerics.sums import row_square_sums as cpu_row_square_sums
 
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 """The interpreter multiplies and rounds bfloat16 wrongly; the kernels take either."""
@@ -212,3 +215,59 @@ def test_an_adamw_step_has_the_bits_of_the_cpu_definition(device):
         assert torch.equal(found.cpu(), wanted)
     with pytest.raises(ValueError, match="first step is 1"):
         cuda.adamw_step_(*ours, step=0, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_go_on_over_the_parts_of_a_slot(device, dtype):
+    from engines.numerics import cuda
+    from engines.numerics.slot_sums import SlotSums
+
+    ids = (torch.arange(192) * 5 % 7).to(device)
+
+    def outputs(x, rows, matrix, bias, scale, table):
+        hidden = cuda.linear(x[rows], matrix, bias)
+        hidden = cuda.rms_norm(hidden, scale, 1e-5) + cuda.embedding(ids[rows], table)
+        return torch.stack(cuda.head_logprobs(hidden, matrix, ids[rows], temperature=0.7))
+
+    x = random(192, 16, dtype=dtype).to(device)
+    shapes = ((16, 16), (16,), (16,), (7, 16))
+    found = []
+    for cut in ((0, 192), (0, 64, 192), (0, 64, 128, 192)):
+        leaves = [
+            random(*shape, dtype=dtype, seed=seed).to(device).requires_grad_()
+            for seed, shape in enumerate(shapes, start=1)
+        ]
+        sums = SlotSums()
+        for first, end in pairwise(cut):
+            with sums.part(last=end == 192):
+                outputs(x, slice(first, end), *leaves).sum().backward()
+            if end != 192:
+                assert all(leaf.grad is None for leaf in leaves)
+        found.append([leaf.grad for leaf in leaves])
+    for other in found[1:]:
+        for one, two in zip(other, found[0], strict=True):
+            assert torch.equal(one, two)
+
+
+def test_many_tensors_step_and_are_summed_in_one_launch_with_the_bits_of_each_alone(device):
+    from engines.numerics import cuda
+
+    shapes = ((3, 5), (7,), (0, 4), (2, 600), (9, 4, 3), (1, 1))
+    options = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1}
+    states = [
+        [random(*shape, seed=4 * i + j).abs() for i, shape in enumerate(shapes)] for j in range(4)
+    ]
+    ours = [[tensor.to(device) for tensor in tensors] for tensors in states]
+    cuda.adamw_steps_(*ours, step=3, **options)
+    for state in zip(*states, strict=True):
+        cpu_adamw_step_(*state, step=3, **options)
+    for found, wanted in zip(ours, states, strict=True):
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True))
+    with pytest.raises(ValueError, match="float32"):
+        cuda.adamw_steps_([ours[0][0].half()], *([t[0]] for t in ours[1:]), step=1, **options)
+    for dtype in DTYPES:
+        tensors = [random(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+        sums = cuda.many_row_square_sums([tensor.to(device) for tensor in tensors])
+        assert [len(rows) for rows in sums] == [shape[0] for shape in shapes]
+        for found, tensor in zip(sums, tensors, strict=True):
+            assert torch.equal(found.cpu(), cpu_row_square_sums(tensor))

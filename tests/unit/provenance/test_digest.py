@@ -27,7 +27,13 @@ from engines.provenance.digest import (
     root_digest,
     sha256_file,
 )
-from engines.provenance.tensor_digest import digest_tensor, digest_tensors, partial_of_tensor
+from engines.provenance.tensor_digest import (
+    TensorBlock,
+    digest_tensor,
+    digest_tensors,
+    partial_of_tensor,
+    partials_of_tensors,
+)
 
 MASK = (1 << 64) - 1
 TORCH_DTYPES = (
@@ -326,3 +332,22 @@ def test_file_digest_is_plain_sha256(tmp_path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     assert sha256_file(path) == ("ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
+
+
+def test_many_tensors_together_have_the_digests_of_each_alone() -> None:
+    tensors = {
+        str(index): torch.arange(index * 40, dtype=torch.float32).view(index, 40).to(dtype)
+        for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64, torch.uint8))
+    }
+    alone = {name: digest_tensor(name, tensor) for name, tensor in tensors.items()}
+    assert digest_tensors(tensors) == alone
+    parts = partials_of_tensors(
+        [
+            TensorBlock(tensors["3"][:1], "3", (3, 40)),
+            TensorBlock(tensors["3"][1:], "3", (3, 40), row_offset=1),
+        ]
+    )
+    assert parts[0].merge(parts[1]).hexdigest() == alone["3"]
+    changed = {**tensors, "3": tensors["3"].clone()}
+    changed["3"][2, 1] ^= 1
+    assert {n for n, d in digest_tensors(changed).items() if d != alone[n]} == {"3"}

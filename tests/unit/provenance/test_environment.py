@@ -13,12 +13,16 @@ import pytest
 from engines import environment
 from engines.environment import (
     DETERMINISM,
+    FLASH_ATTENTION_3,
+    attention_libraries,
     cpu_facts,
     environment_fingerprint,
     package_versions,
+    refuse_flash_attention_3,
     sources_digest,
     telemetry_off_env,
 )
+from model_specs.errors import UnsupportedError
 
 ROOT = Path(environment.__file__).resolve().parent.parent
 
@@ -106,6 +110,37 @@ def test_versions_are_those_installed() -> None:
 
     versions = package_versions(("numpy", "no-such-distribution"))
     assert versions == {"numpy": numpy.__version__, "no-such-distribution": None}
+
+
+@pytest.mark.parametrize("module", FLASH_ATTENTION_3)
+def test_flash_attention_3_is_stated_and_refused_in_a_trainer(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_flash_attention_3()
+    assert attention_libraries()["flash_attention_3"] is None
+    (tmp_path / f"{module}.py").write_text("raise AssertionError('it was imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert attention_libraries()["flash_attention_3"] == module
+    with pytest.raises(UnsupportedError, match=f"imported here as {module}"):
+        refuse_flash_attention_3()
+
+
+def test_a_trainers_process_states_its_libraries_and_does_not_start_with_flash_attention_3(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "from engines.train.fsdp2.actor import Fsdp2Trainer\n"
+        "from model_specs.recipes.tiny_cpu import recipe\n"
+        "Fsdp2Trainer(recipe().model_dump_json(), dcp_dir='', rank=0, world_size=1, "
+        "rendezvous='')\n"
+    )
+    (tmp_path / "flash_attn_3").mkdir()
+    (tmp_path / "flash_attn_3" / "__init__.py").write_text("")
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        run_python(code, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert "UnsupportedError: FlashAttention 3 can be imported here as flash_attn_3" in str(
+        refused.value.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from typing import get_args
 import pytest
 
 import engines.train.registry as registry
+from engines.gates.preflight import require_allowed
 from engines.provenance.fence import Fence
+from engines.provenance.verdict import Verdict
 from engines.train.registry import CAPABILITIES, TRAINERS, check_supported, refusals
 from model_specs.errors import SpecError, UnsupportedError
 from model_specs.fingerprint import trajectory_fingerprint
@@ -66,7 +68,7 @@ def test_what_no_trainer_does_is_refused_by_name(row: str, trainer: str) -> None
 
 def test_every_refusing_row_has_a_test_and_every_option_a_row() -> None:
     nobody = {row.name for row in CAPABILITIES if not row.trainers}
-    assert nobody == set(REFUSED) | {"stock numerics on CUDA"}
+    assert nobody == set(REFUSED) | {"peer numerics on CPU", "FlashInfer attention on CPU"}
     asked_by_rows = set()
     for name, field in TrainerOptions.model_fields.items():
         other = {False: True, 1: 2, "full": "disk", None: 9216, "mlflow": "wandb"}[field.default]
@@ -80,18 +82,44 @@ STOCK = (
     "numerics.policy=stock",
     "plan.gates.logprobs=report",
     "plan.gates.preflight=off",
+    "plan.gates.layerwise=off",
     "plan.gates.controls=off",
 )
 
 
-def test_stock_numerics_are_for_fsdp2_on_cpu_alone() -> None:
-    assert refusals(apply_overrides(recipe(), STOCK)) == []
-    for change, row in (
-        ("trainer=megatron", "stock numerics ("),
-        ("execution.device=cuda", "stock numerics on CUDA ("),
+def test_stock_and_peer_numerics_are_for_fsdp2_and_peer_for_cuda_alone() -> None:
+    on_cuda, peer = "execution.device=cuda", "numerics.policy=peer"
+    for allowed in ((), (on_cuda,), (on_cuda, peer)):
+        assert refusals(apply_overrides(recipe(), (*STOCK, *allowed))) == []
+    for changes, row in (
+        (("trainer=megatron",), "stock numerics ("),
+        (("trainer=megatron", on_cuda), "stock numerics on CUDA ("),
+        (("trainer=megatron", on_cuda, peer), "peer numerics ("),
+        ((peer,), "peer numerics on CPU ("),
     ):
-        (refusal,) = refusals(apply_overrides(recipe(), (*STOCK, change)))
+        (refusal,) = refusals(apply_overrides(recipe(), (*STOCK, *changes)))
         assert refusal.startswith(row)
+
+
+def test_flashinfer_is_an_option_of_aligned_runs_on_cuda() -> None:
+    asked = "numerics.rollout_attention=flashinfer"
+    assert refusals(apply_overrides(recipe(), (asked, "execution.device=cuda"))) == []
+    (refusal,) = refusals(apply_overrides(recipe(), (asked,)))
+    assert refusal.startswith("FlashInfer attention on CPU (")
+    with pytest.raises(SpecError, match="rollout_attention=flashinfer"):
+        apply_overrides(recipe(), (*STOCK, asked, "execution.device=cuda"))
+    with pytest.raises(SpecError, match="only the probes can allow"):
+        apply_overrides(recipe(), (asked, "plan.gates.preflight=off"))
+
+
+def test_the_probes_decide_over_another_attention_and_their_figure_is_told() -> None:
+    asked = ("numerics.rollout_attention=flashinfer", "execution.device=cuda")
+    other, shared = apply_overrides(recipe(), asked), recipe()
+    require_allowed(other, Verdict.ALIGNED, "all equal")
+    require_allowed(shared, Verdict.MISALIGNED, "a red gate is the flow's to judge")
+    for verdict in (Verdict.MISALIGNED, Verdict.VACUOUS):
+        with pytest.raises(UnsupportedError, match=r"batch of 8, 3 of 64 tokens, max 0\.25"):
+            require_allowed(other, verdict, "worst: batch of 8, 3 of 64 tokens, max 0.25")
 
 
 def test_all_refusals_come_in_one_error() -> None:
@@ -103,9 +131,13 @@ def test_all_refusals_come_in_one_error() -> None:
 
 
 @pytest.mark.parametrize("trainer", sorted(TRAINERS))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_every_shipped_recipe_runs_on_every_trainer(name: str, trainer: str) -> None:
-    check_supported(apply_overrides(load_recipe(name), (f"trainer={trainer}",)))
+def test_every_shipped_recipe_runs_on_every_trainer_and_device(
+    name: str, device: str, trainer: str
+) -> None:
+    asked = (f"trainer={trainer}", f"execution.device={device}")
+    check_supported(apply_overrides(load_recipe(name), asked))
 
 
 def test_a_family_without_a_row_is_refused() -> None:

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from engines.contracts import TrainSample
 from engines.numerics import ROW_BLOCK
-from engines.train.slots import num_rows, pack_slot, plan_micro_batches, plan_slots
+from engines.train.slots import (
+    num_rows,
+    pack_slot,
+    plan_micro_batches,
+    plan_slot_parts,
+    plan_slots,
+)
 from model_specs.errors import EngineError
 
 
@@ -95,6 +101,55 @@ def test_micro_batches_hold_every_sample_once_in_order_and_fit(
 def test_a_sample_above_the_bound_is_refused_with_both_numbers() -> None:
     with pytest.raises(EngineError, match=r"sample 1 takes 192 rows, .*max_tokens_per_rank=128"):
         plan_micro_batches([64, 192], max_rows=128, max_samples=8)
+
+
+@given(
+    st.integers(0, 3).flatmap(
+        lambda power: st.integers(1, 5).flatmap(
+            lambda size: st.tuples(
+                st.just(2**power),
+                st.lists(
+                    st.integers(1, 9).map(lambda blocks: 64 * blocks),
+                    min_size=size * 2**power,
+                    max_size=size * 2**power,
+                ),
+            )
+        )
+    ),
+    st.one_of(st.none(), st.integers(576, 3000)),
+)
+def test_parts_of_slots_keep_order_fit_and_are_as_many_in_every_slot(
+    slots_and_rows: tuple[int, list[int]], bound: int | None
+) -> None:
+    num_slots, rows = slots_and_rows
+    slots = plan_slots(len(rows), num_slots=num_slots)
+    plan = plan_slot_parts(rows, slots, max_rows=bound)
+    assert tuple(tuple(index for part in parts for index in part) for parts in plan) == slots
+    assert len({len(parts) for parts in plan}) == 1
+    sizes = [[sum(rows[i] for i in part) for part in parts] for parts in plan]
+    assert all(size > 0 and (bound is None or size <= bound) for part in sizes for size in part)
+    # No more parts than the slot that needs most of them.
+    greedy = [
+        plan_micro_batches([rows[i] for i in slot], max_rows=bound, max_samples=len(slot))
+        for slot in slots
+    ]
+    assert len(plan[0]) == max(len(parts) for parts in greedy)
+    # A function of lengths alone: the same again, and of one slot as of all that need as many.
+    assert plan == plan_slot_parts(list(rows), [list(slot) for slot in slots], max_rows=bound)
+
+
+def test_a_slot_of_the_peer_scripts_limit_is_cut_by_rows_not_by_samples() -> None:
+    rows = [4096, 4096, 4096, 64, 9216, 64, 64, 64]
+    plan = plan_slot_parts(rows, [(0, 1, 2, 3), (4, 5, 6, 7)], max_rows=9216)
+    assert plan == (((0, 1), (2, 3)), ((4,), (5, 6, 7)))
+    assert plan_slot_parts([64] * 4, [(0, 1), (2, 3)], max_rows=None) == (((0, 1),), ((2, 3),))
+    uneven = plan_slot_parts([64, 64, 128, 128], [(0, 1), (2, 3)], max_rows=128)
+    assert uneven == (((0,), (1,)), ((2,), (3,)))
+
+
+def test_a_sample_above_the_bound_is_refused_in_a_slot_too() -> None:
+    with pytest.raises(EngineError, match=r"takes 192 rows, .*max_tokens_per_rank=128"):
+        plan_slot_parts([64, 192], [(0,), (1,)], max_rows=128)
 
 
 @given(st.integers(1, 150), st.integers(1, 150))

@@ -1,0 +1,134 @@
+"""A trainer's step on the device: packing, repeats, recomputation, parts of a slot, float64.
+
+The trainer of the product in this process, on small random models, dense and a mixture of experts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines.contracts import TrainSample
+from engines.provenance.digest import root_digest
+from engines.train.shards import merged_digests
+from engines.train.trainer import GrpoTrainer
+from model_specs.overrides import apply_overrides
+from model_specs.registry import load_recipe
+from model_specs.run_spec import RunSpec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+EXPERTS = {
+    "num_experts": 8, "experts_per_token": 3, "intermediate_size": 96, "normalize_weights": True,
+}  # fmt: skip
+FAMILIES = {
+    "qwen2": (),
+    "qwen3_moe": (
+        "model.family=qwen3_moe", "model.qk_norm=true", "model.qkv_bias=false",
+        f"model.moe={json.dumps(EXPERTS)}",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def spec(request: pytest.FixtureRequest) -> RunSpec:
+    return apply_overrides(
+        load_recipe("tiny_cpu"),
+        (
+            "execution.device=cuda", "reduction.slots=2", "loss.reference=false",
+            *FAMILIES[request.param],
+        ),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(spec.model.family)
+
+
+@pytest.fixture(scope="module")
+def chosen(spec: RunSpec) -> list[TrainSample]:
+    """Prompts of 1 to 89 tokens: sequences of one block of rows and of two."""
+    from tools.gpu.local_trainer import samples
+
+    return samples(spec, 8, prompt=(1, 90))
+
+
+@pytest.fixture
+def trainer(spec: RunSpec, folder: Path) -> Iterator[GrpoTrainer]:
+    from tools.gpu.local_trainer import started
+
+    with started(spec, folder) as made:
+        yield made
+
+
+def gradient_root(trainer: GrpoTrainer, samples: list[TrainSample]) -> str:
+    gradients, _ = trainer._gradients(samples)
+    assert float(trainer._norm(gradients)) > 1e-3
+    return root_digest(merged_digests(gradients))
+
+
+def test_a_token_scores_the_same_in_any_packing(
+    trainer: GrpoTrainer, chosen: list[TrainSample]
+) -> None:
+    trainer.score(chosen)
+    packed = trainer.scores()
+    trainer.score(chosen[::-1])
+    assert trainer.scores() == packed
+    for sample in chosen:
+        trainer.score([sample])
+        assert trainer.scores()[sample.request_id] == packed[sample.request_id]
+    assert sum(len(scores) for scores in packed.values()) > 60
+
+
+def test_fifty_backwards_of_a_step_beside_a_second_stream_have_one_outcome(
+    trainer: GrpoTrainer, chosen: list[TrainSample]
+) -> None:
+    trainer.score(chosen)
+    noise, busy = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda").bfloat16()
+    outcomes = set()
+    for _ in range(50):
+        with torch.cuda.stream(noise):
+            for _ in range(8):
+                busy = (busy @ busy).mul_(1e-3)
+        outcomes.add(gradient_root(trainer, chosen))
+    torch.cuda.synchronize()
+    assert len(outcomes) == 1
+    # The control: other samples have another gradient.
+    assert gradient_root(trainer, [*chosen[4:], *chosen[:4]][:4]) not in outcomes
+
+
+def test_recomputation_and_parts_of_a_slot_change_no_bit(
+    spec: RunSpec, folder: Path, chosen: list[TrainSample]
+) -> None:
+    from tools.gpu.local_trainer import started
+
+    found = {}
+    for name, settings in {
+        "whole": (),
+        "recomputed": ("trainer_options.gradient_checkpointing=true",),
+        "in parts": ("trainer_options.max_tokens_per_rank=128",),
+    }.items():
+        with started(apply_overrides(spec, settings), folder) as made:
+            made.score(chosen)
+            found[name] = gradient_root(made, chosen)
+    assert len(set(found.values())) == 1, found
+
+
+def test_a_float32_step_has_the_gradient_of_float64(
+    spec: RunSpec, folder: Path, chosen: list[TrainSample]
+) -> None:
+    """No TF32 anywhere: it would show at a thousand times the bound."""
+    from tools.gpu.float64_replay import replay
+
+    wanted = apply_overrides(spec, ("numerics.compute_dtype=float32",))
+    report = replay(wanted, 8, folder)
+    assert report["bits_with_and_without_checkpointing"] == "equal"
+    assert report["tf32"]["cuda.matmul"] is False
+    assert report["norm"] > 1e-2
+    assert abs(report["norm_error"]) < 1e-6
+    assert max(report["worst_tensor"].values()) < 1e-5

@@ -1,0 +1,76 @@
+"""Each gate is switched by its own field of the plan, and a red one counts only where required."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.provenance.verdict import Verdict
+from model_specs.errors import SpecError
+from model_specs.overrides import apply_overrides
+from model_specs.recipes.tiny_cpu import recipe
+from model_specs.run_spec import RunSpec
+from tasks import gates
+from tasks.gates import GateRecord
+
+FIELD_OF = {
+    "preflight": "preflight",
+    "logprobs": "logprobs",
+    "layerwise": "layerwise",
+    "native control": "controls",
+    "stock control": "controls",
+}
+STOCK = (
+    "numerics.policy=stock",
+    "plan.gates.logprobs=report",
+    "plan.gates.preflight=off",
+    "plan.gates.controls=off",
+)
+
+
+def counts(name: str, *settings: str, holds: bool = False) -> bool:
+    """Whether a gate of this name decides the verdict of a leg."""
+    record = GateRecord(
+        verdict=Verdict.MISALIGNED, holds=holds, weight=Verdict.MISALIGNED, summary=""
+    )
+    opened: Any = SimpleNamespace(spec=apply_overrides(recipe(), settings))
+    return gates._required(opened, name, record)
+
+
+@pytest.mark.parametrize("name", FIELD_OF)
+def test_a_gate_follows_its_own_field_and_no_other(name: str) -> None:
+    assert counts(name)
+    assert not counts(name, holds=True)
+    assert not counts(name, f"plan.gates.{FIELD_OF[name]}=optional")
+    others = sorted(set(FIELD_OF.values()) - {FIELD_OF[name]})
+    assert counts(name, *(f"plan.gates.{field}=optional" for field in others))
+
+
+def test_a_gate_that_has_no_field_always_counts() -> None:
+    everything = [f"plan.gates.{field}=optional" for field in set(FIELD_OF.values())]
+    assert counts("exported weights", *everything)
+
+
+def test_the_layerwise_gate_is_off_without_asking_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def opened(*settings: str) -> Any:
+        spec: RunSpec = apply_overrides(recipe(), settings)
+        return SimpleNamespace(spec=spec, gates={}, engines=lambda: 1 / 0)
+
+    monkeypatch.setattr(gates, "session", lambda name: opened("plan.gates.layerwise=off"))
+    assert gates.layerwise.fn.__wrapped__("leg") == {}
+    monkeypatch.setattr(gates, "session", lambda name: opened("plan.gates.controls=off"))
+    with pytest.raises(ZeroDivisionError):
+        gates.layerwise.fn.__wrapped__("leg")
+
+
+def test_stock_numerics_go_with_no_layerwise_gate_and_no_micro_batches() -> None:
+    apply_overrides(recipe(), (*STOCK, "plan.gates.layerwise=off"))
+    with pytest.raises(SpecError, match=r"plan\.gates\.layerwise=required \(choose off\)"):
+        apply_overrides(recipe(), STOCK)
+    bound = ("plan.gates.layerwise=off", "trainer_options.max_tokens_per_rank=9216")
+    with pytest.raises(SpecError, match=r"max_tokens_per_rank=9216 \(choose None\)"):
+        apply_overrides(recipe(), (*STOCK, *bound))
