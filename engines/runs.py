@@ -125,6 +125,16 @@ def checkpoint_at(leg_folder: Path, step: int | None) -> tuple[int, ArtifactRef]
     return chosen, found[chosen]
 
 
+def checkpoint_before(leg_folder: Path, step: int) -> tuple[int, ArtifactRef | None]:
+    """The newest committed checkpoint from which `step` can be run: its step, and where it is.
+
+    None stands for the initial weights, of step 0.
+    """
+    earlier = {at: found for at, found in checkpoints(leg_folder).items() if at < step}
+    newest = max(earlier, default=0)
+    return newest, earlier.get(newest)
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))

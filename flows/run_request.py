@@ -24,6 +24,7 @@ from model_specs.base import Frozen
 from model_specs.errors import SpecError
 from model_specs.field_schema import overrides_schema
 from model_specs.registry import RECIPES
+from model_specs.variation import VARIED, Varied
 
 ShippedRecipe = Annotated[str, WithJsonSchema({"type": "string", "enum": sorted(RECIPES)})]
 """Name of a shipped recipe."""
@@ -124,7 +125,7 @@ class FlipRequest(Frozen):
         return f"step={self.step},probe={self.probe}{tensor},element={self.element},bit={self.bit}"
 
 
-class NightlyRequest(Request):
+class TwinRequest(Request):
     """Two legs of one recipe; optionally with a fault that has to be found."""
 
     inject_flip: FlipRequest | SkipJsonSchema[None] = None
@@ -134,6 +135,50 @@ class NightlyRequest(Request):
         """Return what is run in a few words, with the flip."""
         flip = f" flip {self.inject_flip.as_text()}" if self.inject_flip else ""
         return super().describe() + flip
+
+
+class NightlyRequest(TwinRequest):
+    """A night: legs a and b, b varied, half of a resumed, and the last green night."""
+
+    vary: tuple[Varied, ...] = VARIED
+    """What leg b is run under; all by default, and nothing where it is empty."""
+
+
+class CompareRequest(Frozen):
+    """Which legs are compared: by their names, or by the tags that they carry in MLflow."""
+
+    runs: tuple[str, ...] = ()
+    """Two or more of `RUN`, `RUN/LEG`, a folder, `mlflow:ID`; all are compared with the first."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tag -> value, such as `{"trajectory_fingerprint": "8cf650..."}`; all legs that carry them."""
+    experiment: str | SkipJsonSchema[None] = None
+    """MLflow experiment that is searched by `tags`; all when it is not given."""
+    across: tuple[str, ...] = ()
+    """What is expected to differ: fields such as `optimizer.lr`, or groups such as `layout`."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> CompareRequest:
+        if bool(self.runs) == bool(self.tags):
+            raise ValueError("exactly one of runs and tags is needed")
+        if len(self.runs) == 1:
+            raise ValueError(f"two or more runs are needed, not {self.runs[0]!r} alone")
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """Say in the schema, too, that exactly one of both is given."""
+        schema: dict[str, Any] = handler.resolve_ref_schema(handler(core_schema))
+        schema["oneOf"] = [{"required": [name]} for name in ("runs", "tags")]
+        schema["properties"]["runs"]["minItems"] = 2
+        schema["properties"]["tags"]["minProperties"] = 1
+        return schema
+
+    def describe(self) -> str:
+        """Return what is compared in a few words."""
+        if self.runs:
+            more = len(self.runs) - 3
+            return " ".join([*self.runs[:3], *([f"and {more} more"] if more > 0 else [])])
+        return " ".join(f"{name}={value}" for name, value in self.tags.items())
 
 
 def flip_request(text: str | None) -> FlipRequest | None:

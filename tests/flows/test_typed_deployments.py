@@ -47,10 +47,14 @@ TINY = {"recipe": "tiny_cpu"}
         ("nightly/tiny-cpu", {**TINY, "overrides": {"optimizer.rate": 1.0}}, "optimizer.rate"),
         ("nightly/tiny-cpu", {**TINY, "inject_flip": {"step": 1, "probe": "loss"}}, "probe"),
         ("nightly/tiny-cpu", {**TINY, "resume": "run@4"}, "resume"),
+        ("nightly/tiny-cpu", {**TINY, "vary": ["weather"]}, "request.vary"),
         ("train/tiny-cpu", {"resume": "run@four"}, "request.resume"),
         ("train/tiny-cpu", {"fork": "run@"}, "request.fork"),
         ("train/tiny-cpu", {"resume": "run@4", "fork": "run@4"}, "fork"),
         ("prepare/tiny-cpu", {**TINY, "inject_flip": {"step": 1}}, "inject_flip"),
+        ("compare/two-runs", {"runs": ["one"]}, "request.runs"),
+        ("compare/two-runs", {"runs": ["one", "two"], "tags": {"recipe": "r"}}, "tags"),
+        ("compare/two-runs", {"tags": {}}, "request.tags"),
     ],
 )
 def test_a_bad_value_is_refused_by_its_field_before_a_run_exists(
