@@ -15,7 +15,7 @@ from engines.checkpoint.retention import disk_need, require_disk
 from flows.conclusion import conclude
 from flows.fork import branch_off
 from flows.legs import run_leg
-from flows.run_request import TrainRequest, run_at_step, run_name
+from flows.run_request import ResumeRequest, TrainRequest, run_at_step, run_name
 from model_specs.errors import SpecError
 from model_specs.fingerprint import spec_differences
 from model_specs.overrides import apply_overrides
@@ -46,24 +46,16 @@ def train(request: TrainRequest, runs_dir: str = "runs", run_id: str | None = No
     return conclude(run, (run_leg(spec, run, "a"),))
 
 
-@flow(name="resume", flow_run_name="resume-{run}")
-def resume(
-    run: str,
-    step: int | None = None,
-    overrides: tuple[str, ...] = (),
-    leg: str = "a",
-    runs_dir: str = "runs",
-) -> State:
+@flow(name="resume", flow_run_name=run_name)
+def resume(request: ResumeRequest, runs_dir: str = "runs") -> State:
     """Go on from a committed checkpoint in a new attempt; later ledger lines are dropped.
 
     Args:
-        run: Name or folder of the run.
-        step: Checkpoint to go on from; the newest when omitted.
-        overrides: Changes of plan or execution fields, such as `plan.num_steps=16`.
-        leg: Leg to go on with.
+        request: Run, leg and step, and overrides of plan or execution.
         runs_dir: Folder that holds run folders.
     """
-    return go_on(run, step, overrides, leg=leg, runs_dir=runs_dir)
+    run, step = run_at_step(request.run)
+    return go_on(run, step, request.assignments, leg=request.leg, runs_dir=runs_dir)
 
 
 def go_on(

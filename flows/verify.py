@@ -18,13 +18,14 @@ from engines.plan import segment_bounds
 from engines.provenance.ledger import Ledger, read_ledger
 from flows.conclusion import conclude
 from flows.legs import segment_leg
+from flows.run_request import VerifyRequest, run_name
 from tasks import compare
 
 logger = logging.getLogger("lockstep")
 
 
-@flow(name="verify", flow_run_name="verify-{run}-{segment}")
-def verify(run: str, segment: int, leg: str = "a", runs_dir: str = "runs") -> State:
+@flow(name="verify", flow_run_name=run_name)
+def verify(request: VerifyRequest, runs_dir: str = "runs") -> State:
     """Compute a segment again in fresh engines; `Identical`, or `Diverged` at the first difference.
 
     Evidence for a run that one can afford only once: segment K is the steps from checkpoint K-1 to
@@ -32,13 +33,12 @@ def verify(run: str, segment: int, leg: str = "a", runs_dir: str = "runs") -> St
     lies in `RUN/verify/`.
 
     Args:
-        run: Name or folder of the run.
-        segment: Number of the checkpoint interval, from 1.
-        leg: Leg of the run.
+        request: Run, leg, and number of the checkpoint interval.
         runs_dir: Folder that holds run folders.
     """
     began = time.monotonic()
-    folder = runs.open_run(run, Path(runs_dir))
+    segment, leg = request.segment, request.leg
+    folder = runs.open_run(request.run, Path(runs_dir))
     spec = runs.read_spec(folder)
     ledger = read_ledger(folder / leg)
     start_step, to_step = segment_bounds(
@@ -82,4 +82,4 @@ def segment_cost(ledger: Ledger, start_step: int, to_step: int) -> tuple[float, 
 
 
 if __name__ == "__main__":
-    verify(sys.argv[1], int(sys.argv[2]))
+    verify(VerifyRequest(run=sys.argv[1], segment=int(sys.argv[2])))
