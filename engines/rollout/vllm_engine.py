@@ -26,6 +26,7 @@ from vllm import LLM
 from vllm.config import WeightTransferConfig
 
 from engines.contracts import Flip, Sample, SampleRequest
+from engines.environment import ambient_facts
 from engines.faults import choose_name, flip_bit
 from engines.provenance.tensor_digest import digest_tensor
 from engines.rollout import plugin, weight_transfer
@@ -310,6 +311,7 @@ class VllmEngine:
             "stop_token_ids": list(self._stop_token_ids),
             "tied": tied_aliases(self._facts),
             "vllm_config": self._config_facts(),
+            "ambient": ambient_facts(),
         }
 
     def _config_facts(self) -> dict[str, Any]:

@@ -194,11 +194,10 @@ def run_twin(user: User) -> None:
     assert verdict["alignment"]["max_abs_diff"] == 0.0
     assert verdict["native_control"]["verdict"] == "Misaligned"
     for leg in "ab":
-        facts = json.loads(user.run_file(f"twin/{leg}/environment.json").read_text())
-        folders = {engine: facts[engine]["ambient"]["code_folder"] for engine in facts}
-        assert len(folders) >= 2, facts
-        for folder in folders.values():
-            assert Path(folder).is_relative_to(user.python.parents[1]), folders
+        text = user.run_file(f"twin/{leg}/environment.json").read_text()
+        folders = re.findall(r'"code_folder": "(.*?)"', text)
+        assert len(folders) >= 2, text  # of the trainer and of the rollout engine
+        assert all(Path(found).is_relative_to(user.python.parents[1]) for found in folders), folders
     (headline,) = re.findall(r"^6 steps.*$", ended.stdout, re.M)
     user.say(f"Identical: {headline}; engines under Ray ran the wheel's code")
 
@@ -211,7 +210,7 @@ def run_and_kill(user: User) -> None:
 
     def is_at_step_3() -> bool:
         assert process.poll() is None, finished(process, *arguments)
-        return ledger.is_file() and '"step": 3,' in ledger.read_text()
+        return ledger.is_file() and '"step":3,' in ledger.read_text()
 
     try:
         wait_until(is_at_step_3, seconds=240, what="step 3 is in the ledger")
@@ -227,7 +226,7 @@ def run_and_kill(user: User) -> None:
 
 def num_steps(ledger: Path) -> int:
     """The newest step of a ledger whose last line may be torn."""
-    return max(int(step) for step in re.findall(r'"step": (\d+),', ledger.read_text()))
+    return max(int(step) for step in re.findall(r'"step":(\d+),', ledger.read_text()))
 
 
 def processes_of(user: User) -> list[int]:

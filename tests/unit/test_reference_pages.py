@@ -13,6 +13,7 @@ import pytest
 
 from engines.metrics import METRICS, unknown_metrics
 from engines.train.registry import CAPABILITIES, refusals
+from model_specs.errors import SpecError
 from model_specs.field_schema import overrides_schema, spec_fields
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
@@ -85,6 +86,16 @@ def test_what_is_out_of_scope_is_refused_by_its_name_and_reason(name: str) -> No
     assert refusal.startswith(f"{name} (")
     assert row.reason in refusal
     assert refusals(load_recipe("tiny_cpu")) == []
+
+
+def test_a_minimum_length_is_refused_beside_the_log_prob_gate_and_the_page_says_why() -> None:
+    minimum = "sampling.min_new_tokens=4"
+    with pytest.raises(SpecError, match="masks the stop tokens until then") as refused:
+        apply_overrides(load_recipe("tiny_cpu"), (minimum,))
+    page = (ROOT / "docs" / "out-of-scope.md").read_text()
+    assert f"| `{minimum}` | {refused.value} |" in page
+    allowed = apply_overrides(load_recipe("tiny_cpu"), (minimum, "plan.gates.logprobs=off"))
+    assert allowed.sampling.min_new_tokens == 4
 
 
 def commands(page: Path) -> list[list[str]]:
