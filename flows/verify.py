@@ -19,6 +19,7 @@ from engines.provenance.ledger import Ledger, read_ledger
 from flows.conclusion import conclude
 from flows.legs import segment_leg
 from flows.run_request import VerifyRequest, run_name
+from model_specs.run_spec import RunSpec
 from tasks import compare
 
 logger = logging.getLogger("lockstep")
@@ -54,7 +55,9 @@ def verify(request: VerifyRequest, runs_dir: str = "runs") -> State:
     scratch = runs.new_run(
         spec, folder / "verify", run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-segment-{segment}"
     )
-    result = segment_leg(spec, scratch, start, start_step=start_step, to_step=to_step)
+    result = segment_leg(
+        own_inputs(spec, folder / leg), scratch, start, start_step=start_step, to_step=to_step
+    )
     comparison = None
     if result.chain_digest:  # empty where the leg failed
         comparison = compare.compare_folders(folder / leg, scratch.folder / "a", verify=True)
@@ -68,6 +71,20 @@ def verify(request: VerifyRequest, runs_dir: str = "runs") -> State:
     return conclude(
         scratch, (result,), comparison, more={"about": about, "segment": segment, "cost": cost}
     )
+
+
+def own_inputs(spec: RunSpec, leg_folder: Path) -> RunSpec:
+    """Return the spec with model and data read from the leg's own copies, where they are there.
+
+    The place they came from may be gone. What the copies hold is compared with the digests of the
+    spec, as any source is.
+    """
+    changes = {
+        name: part.model_copy(update={field: str((leg_folder / name).resolve())})
+        for name, field, part in (("model", "path", spec.model), ("data", "source", spec.data))
+        if (leg_folder / name).is_dir()
+    }
+    return spec.model_copy(update=changes)
 
 
 def segment_cost(ledger: Ledger, start_step: int, to_step: int) -> tuple[float, float]:

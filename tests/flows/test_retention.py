@@ -12,8 +12,10 @@ from engines import runs
 from engines.checkpoint import retention
 from engines.checkpoint.retention import (
     checkpoint_bytes,
+    copy_bytes,
     disk_need,
     kept_steps,
+    num_parameters,
     prune,
     require_disk,
 )
@@ -121,7 +123,10 @@ def test_the_need_counts_what_is_there_at_once(
 ) -> None:
     need = disk_need(apply_overrides(spec, overrides), start_step=start)
     assert need.num_checkpoints == most
-    assert need.total == most * checkpoint_bytes(spec.model)
+    # A leg that goes on has the copies of the model already.
+    assert (need.bytes_of_copies > 0) == (start == 0)
+    assert need.total == most * checkpoint_bytes(spec.model) + need.bytes_of_copies
+    assert f"{most} checkpoints of" in str(need)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_both_values(
@@ -132,7 +137,7 @@ def test_a_run_that_cannot_fit_is_refused_with_both_values(
     require_disk(need, tmp_path / "not yet" / "there")
     monkeypatch.setattr(retention.shutil, "disk_usage", lambda _: usage._replace(free=2**20))
     mib = need.total / 2**20
-    with pytest.raises(SpecError, match=rf"need {mib:.1f} MiB .* 1\.0 MiB free.*plan\.keep_last"):
+    with pytest.raises(SpecError, match=rf"needs {mib:.1f} MiB .* 1\.0 MiB free.*plan\.keep_last"):
         require_disk(need, tmp_path)
 
 
@@ -148,6 +153,20 @@ def test_the_refusal_comes_before_a_run_folder_exists(
     with pytest.raises(SpecError, match="MiB free"):
         train_flow.fn(TrainRequest(recipe="tiny_cpu"), runs_dir=str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
+
+
+def test_copies_and_kept_tensors_are_counted_by_their_dtypes(spec: RunSpec) -> None:
+    parameters = num_parameters(spec.model)
+
+    def per_parameter(*overrides: str, num_steps: int = 8) -> float:
+        return copy_bytes(apply_overrides(spec, overrides), num_steps=num_steps) / parameters
+
+    # bfloat16 as it came and as it is exported, float32 converted.
+    assert per_parameter("plan.keep_tensor_steps=0") == 2 + 4 + 2
+    assert per_parameter("plan.keep_tensor_steps=3") == 8 + 3 * (4 + 8 + 4 + 2 + 2)
+    assert per_parameter("plan.keep_tensor_steps=3", num_steps=2) == 8 + 2 * 20
+    wide = ("plan.keep_tensor_steps=1", "numerics.compute_dtype=float32")
+    assert per_parameter(*wide) == 2 + 4 + 4 + 16 + 8
 
 
 @pytest.mark.slow
