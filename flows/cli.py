@@ -238,11 +238,12 @@ def diff(
     b
         The other side; when omitted, legs a and b of run A are compared.
     across
-        Spec fields that are expected to differ, such as `optimizer.lr`.
+        Spec fields that are expected to differ, such as `origin,optimizer.lr`. Repeatable.
     """
     from flows import console
 
-    return console.show_diff(a, b, across=across, runs_dir=runs_dir, as_json=json)
+    fields = tuple(field for text in across for field in text.split(","))
+    return console.show_diff(a, b, across=fields, runs_dir=runs_dir, as_json=json)
 
 
 @app.command

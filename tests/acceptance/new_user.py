@@ -243,7 +243,7 @@ def processes_of(user: User) -> list[int]:
 
 
 def resume(user: User) -> None:
-    """Go on: the result is bit for bit the twin's, which nobody interrupted."""
+    """Go on, over the end of an epoch: bit for bit the twin, which nobody interrupted."""
     user.lockstep("resume", "interrupted")
     ended = user.lockstep("diff", "interrupted/a", "twin/a")
     assert ended.stdout.startswith("Identical\n6 steps"), ended

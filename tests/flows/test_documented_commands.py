@@ -89,8 +89,9 @@ def prepare(folder: Path, page: Path) -> None:
     rows = [f'{{"question": "What is {n} + 2?", "answer": "{n + 2}"}}' for n in range(200)]
     (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
     shutil.copy(ROOT / "model_specs" / "recipes" / "tiny_cpu.py", folder / "my_recipe.py")
-    blocks = [found.text for found in fences(page.read_text()) if found.language == "python"]
-    rewards = [block for block in blocks if "def score(" in block]
+    blocks = list(fences(page.read_text()))
+    rewards = [found.text for found in blocks if "def score(" in found.text]
+    (folder / "chat.jinja").write_text("".join(b.text for b in blocks if b.language == "jinja"))
     (folder / "my_pkg").mkdir()
     for file in ("my_pkg/__init__.py", "my_pkg/mod.py", "FILE.py"):
         (folder / file).write_text("\n".join(rewards) + "\n")

@@ -104,7 +104,7 @@ def commands(page: Path) -> list[list[str]]:
     """The `lockstep run RECIPE` commands of a page that need no file of the reader's."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     found = re.findall(r"^lockstep run .*$", text, re.M)
-    placeholders = ("MODEL_DIR", "train.jsonl", "my_pkg", "FILE.py", "my_recipe", "_DIR")
+    placeholders = ("_DIR", "train.jsonl", "chat.jinja", "my_pkg", "FILE.py", "my_recipe")
     return [shlex.split(c) for c in found if not any(word in c for word in placeholders)]
 
 
