@@ -16,7 +16,8 @@ PAGES = (
 )
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(
-    r"^(?:\$ )?(?:\S*/)?(lockstep|prefect|make|python[\d.]*|pip|mlflow|ray|git|bash)\s"
+    r"^(?:\$ )?(?:[A-Z_]+=\S+ )*"
+    r"(?:\S*/)?(?:lockstep|prefect|make|python[\d.]*|pip|mlflow|ray|git|bash)\s"
 )
 
 

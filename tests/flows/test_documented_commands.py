@@ -25,7 +25,15 @@ from tests.flows.documented import PAGES, ROOT, commands, fences, unmatched
 from tests.flows.prefect_server import Server
 
 BY_FIXTURE = "tests/flows/prefect_server.py runs it, with a port and a name of its own"
+AS_A_USER = "tests/acceptance/new_user.py --from-scratch does it, in minutes and gigabytes"
+WHEEL = "lockstep_rl-0.1.0-py3-none-any.whl"
 NOT_RUN = {
+    "python3.11 -m venv .venv": AS_A_USER,
+    f".venv/bin/pip install --no-deps {WHEEL}": AS_A_USER,
+    shlex.join(
+        ("VENV=$PWD/.venv", f"WHEEL=$PWD/{WHEEL}", "bash", ".venv/share/lockstep/tools/setup.sh")
+    ): AS_A_USER,
+    "python -m tests.acceptance.new_user NEW_FOLDER --from-scratch": AS_A_USER,
     "make demo": "what a build machine and every reader runs first; the main job is `twin` here",
     "make test": "runs this test",
     "lockstep run gsm8k_smollm2_135m --twin --set model.path=MODEL_DIR "
