@@ -73,6 +73,7 @@ print(json.dumps({
     "runs": {run.data.tags["lockstep.run_id"]: run.data.tags for run in runs},
     "legs": {run.data.tags["lockstep.run_id"] + "/" + run.data.tags["lockstep.leg"]:
              run.data.metrics for run in legs},
+    "artifacts": sorted(file.path for file in client.list_artifacts(legs[0].info.run_id)),
     "children": [run.data.tags["lockstep.run_id"]
                  for run in found(kind="run", parent="interrupted/a@4")],
 }))
@@ -203,6 +204,8 @@ def run_twin(user: User) -> None:
         folders = re.findall(r'"code_folder": "(.*?)"', text)
         assert len(folders) >= 2, text  # of the trainer and of the rollout engine
         assert all(Path(found).is_relative_to(user.python.parents[1]) for found in folders), folders
+    first = json.loads(user.run_file("twin/a/prompts.json").read_text())["first"]
+    assert first["text"].startswith("<|start|>user\nCompute "), first
     (headline,) = re.findall(r"^6 steps.*$", ended.stdout, re.M)
     user.say(f"Identical: {headline}; engines under Ray ran the wheel's code")
 
@@ -297,6 +300,7 @@ def compare_in_mlflow(user: User) -> None:
     for name in ("reward/mean", "eval/held_out/accuracy", "gate/logprob_abs_diff/max"):
         values = {metrics[name] for metrics in found["legs"].values()}
         assert len(values) == 1, (name, values)
+    assert {"ledger.jsonl", "prompts.json"} <= set(found["artifacts"])
     assert found["children"] == ["slower"]
     user.say(f"MLflow finds {verdicts} by trajectory, {found['children']} by parent")
 

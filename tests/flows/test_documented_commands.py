@@ -168,6 +168,7 @@ def test_the_commands_of_a_page_work_as_they_are_written(page: Path, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_server_takes_every_deployment_run_of_the_pages(server: Server) -> None:
     asked = {
         command for page in PAGES for command in commands(page) if is_asked_of_the_server(command)

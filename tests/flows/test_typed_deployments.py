@@ -17,59 +17,14 @@ from typing import Any
 
 import pytest
 
-from flows.run_request import (
-    ForkRequest,
-    NightlyRequest,
-    TrainRequest,
-    VerifyRequest,
-    as_overrides,
-    asked,
-    flip_request,
-    request_source,
-)
-from model_specs.errors import SpecError
-from model_specs.overrides import apply_overrides
-from model_specs.registry import load_recipe
 from tests.flows.command_line import ROOT, wait_until
+from tests.flows.deployment_requests import GOOD, REFUSED, TINY
 from tests.flows.prefect_server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
-TINY = {"recipe": "tiny_cpu"}
 
-
-@pytest.mark.parametrize(
-    ("deployment", "request_", "field"),
-    [
-        ("nightly/tiny-cpu", {"recipe": "tiny"}, "request.recipe"),
-        ("nightly/tiny-cpu", {}, "request"),
-        ("nightly/tiny-cpu", {**TINY, "recipe_path": "a.py:b"}, "recipe_path"),
-        ("nightly/tiny-cpu", {"recipe_path": "a.py"}, "request.recipe_path"),
-        ("nightly/tiny-cpu", {**TINY, "overrides": {"plan.num_steps": 0}}, "plan.num_steps"),
-        ("nightly/tiny-cpu", {**TINY, "overrides": {"optimizer.lr": "fast"}}, "optimizer.lr"),
-        ("nightly/tiny-cpu", {**TINY, "overrides": {"optimizer.rate": 1.0}}, "optimizer.rate"),
-        ("nightly/tiny-cpu", {**TINY, "inject_flip": {"step": 1, "probe": "loss"}}, "probe"),
-        ("nightly/tiny-cpu", {**TINY, "resume": "run@4"}, "resume"),
-        ("train/tiny-cpu", {"resume": "run@four"}, "request.resume"),
-        ("train/tiny-cpu", {"fork": "run@"}, "request.fork"),
-        ("train/tiny-cpu", {"resume": "run@4", "fork": "run@4"}, "fork"),
-        ("prepare/tiny-cpu", {**TINY, "inject_flip": {"step": 1}}, "inject_flip"),
-        ("resume/resume", {"run": "run@"}, "request.run"),
-        ("resume/resume", {"run": "run", "overrides": {"plan.steps": 3}}, "plan.steps"),
-        ("fork/fork", {"run": "run@4", "overrides": {"optimizer.lr": -1}}, "optimizer.lr"),
-        ("fork/fork", {"run": "run", "leg": "a/b"}, "request.leg"),
-        ("fork/fork", {"overrides": {}}, "run"),
-        ("verify/segment", {"run": "run", "segment": 0}, "request.segment"),
-        ("verify/segment", {"run": "run@2", "segment": 1}, "request.run"),
-        ("verify/segment", {"run": "run"}, "segment"),
-        ("export/checkpoint", {"run": "run@two"}, "request.run"),
-        ("export/checkpoint", {"run": "run", "to": "x"}, "to"),
-        ("rollout-only/tiny-cpu", {"recipe": "tiny"}, "request.recipe"),
-        ("rollout-only/tiny-cpu", {**TINY, "dump": "x"}, "dump"),
-        ("train-only/dump", TINY, "dump"),
-        ("train-only/dump", {"dump": "x"}, "request"),
-    ],
-)
+@pytest.mark.parametrize(("deployment", "request_", "field"), REFUSED)
 def test_a_bad_value_is_refused_by_its_field_before_a_run_exists(
     server: Server, deployment: str, request_: dict[str, Any], field: str
 ) -> None:
@@ -88,16 +43,6 @@ def test_a_good_request_makes_a_run_that_waits_for_a_worker(server: Server) -> N
     assert server.num_runs() == before + 1
 
 
-GOOD = [
-    ("resume/resume", {"run": "run@4", "overrides": {"plan.num_steps": 16}}),
-    ("fork/fork", {"run": "some/run@4", "leg": "b", "overrides": {"filter": None}}),
-    ("verify/segment", {"run": "run", "segment": 2}),
-    ("export/checkpoint", {"run": "run", "out": "folder"}),
-    ("rollout-only/tiny-cpu", TINY),
-    ("train-only/dump", {**TINY, "dump": "runs/drawn/a"}),
-]
-
-
 @pytest.mark.parametrize(("deployment", "request_"), GOOD)
 def test_each_flow_over_a_run_takes_its_request(
     server: Server, deployment: str, request_: dict[str, Any]
@@ -106,36 +51,6 @@ def test_each_flow_over_a_run_takes_its_request(
     accepted = server.ask_for(deployment, request_, "--start-in", "in 10 hours")
     assert accepted.returncode == 0, accepted
     assert server.num_runs() == before + 1
-
-
-def test_the_command_line_refuses_what_the_server_would_by_the_same_names() -> None:
-    asked_for = asked(ForkRequest, run="run@4", overrides=as_overrides(("optimizer.lr=1e-3",)))
-    assert asked_for.describe() == "run@4 optimizer.lr=1e-3"
-    assert asked_for.assignments == ("optimizer.lr=1e-3",)
-    with pytest.raises(SpecError, match=r"segment=0: .*greater than or equal to 1"):
-        asked(VerifyRequest, run="run", segment=0)
-    with pytest.raises(SpecError, match=r"leg='a/b'"):
-        asked(ForkRequest, run="run", leg="a/b")
-
-
-def test_overrides_reach_the_spec_as_set_does() -> None:
-    request = TrainRequest(
-        recipe="tiny_cpu",
-        overrides={"plan.num_steps": 3, "data.shuffle": False, "data.template": "{question}!"},
-    )
-    spec = apply_overrides(load_recipe(request.source), request.assignments)
-    assert (spec.plan.num_steps, spec.data.shuffle) == (3, False)
-    assert spec.data.template == "{question}!"
-
-
-def test_the_command_line_makes_the_same_requests() -> None:
-    assert request_source("my.py:recipe") == {"recipe_path": "my.py:recipe"}
-    assert as_overrides(("plan.num_steps=2", "plan.num_steps=3")) == {"plan.num_steps": "3"}
-    with pytest.raises(SpecError, match="not of the form key=value"):
-        as_overrides(("plan.num_steps",))
-    flip = flip_request("step=3,probe=grads,bit=2")
-    asked = NightlyRequest(recipe="tiny_cpu", inject_flip=flip)
-    assert asked.describe() == "tiny_cpu flip step=3,probe=grads,element=0,bit=2"
 
 
 @pytest.fixture
