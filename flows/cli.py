@@ -52,7 +52,7 @@ def run(
     Parameters
     ----------
     recipe
-        Name of a shipped recipe.
+        Name of a shipped recipe, or an own one as FILE.py:function or my_pkg.mod:function.
     twin
         Run two complete, independent legs and compare them.
     inject_flip
