@@ -117,6 +117,7 @@ class Reader:
 
     def run(self, command: str) -> str:
         """Run a `lockstep` command of a page; return what it printed."""
+        wanted = next((code for part, code in EXIT_CODES.items() if part in command), 0)
         names = iter(reversed(self.runs))
         for word in ("OTHER_RUN", "RUN"):
             if re.search(rf"\b{word}\b", command):
@@ -133,7 +134,6 @@ class Reader:
             timeout=500,
             check=False,
         )
-        wanted = next((code for part, code in EXIT_CODES.items() if part in command), 0)
         assert ended.returncode == wanted, f"{command}\n{ended.stdout}\n{ended.stderr}"
         self.runs += re.findall(r"^run folder +\S*/(\S+)$", ended.stdout, re.MULTILINE)
         return ended.stdout
