@@ -74,13 +74,20 @@ def resumption(
     """Find what to go on with, and change nothing: the run folder, the new spec, the start.
 
     Raises:
-        SpecError: There is no such run, an override changes the trajectory, or the checkpoints
-            would not fit on the disk.
+        SpecError: There is no such run, an override changes the trajectory, no step is left to
+            be trained, or the checkpoints would not fit on the disk.
         CheckpointError: The leg has no committed checkpoint, or none of this step.
     """
     folder = runs.open_run(run, Path(runs_dir))
     spec = resumable(runs.read_spec(folder), overrides)
     start, _ = runs.checkpoint_at(folder / leg, step)
+    if start >= spec.plan.num_steps:
+        present = sorted(runs.checkpoints(folder / leg))
+        raise SpecError(
+            f"leg {leg} of {folder.name} is at step {start} and plan.num_steps="
+            f"{spec.plan.num_steps}: no step is left; go on past it by --set plan.num_steps=..., "
+            f"or from an earlier checkpoint by RUN@STEP (it has {present})"
+        )
     require_disk(disk_need(spec, start_step=start), folder)
     return folder, spec, start
 
