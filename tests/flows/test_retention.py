@@ -19,7 +19,10 @@ from engines.checkpoint.retention import (
     prune,
     require_disk,
 )
+from engines.contracts import StepRecord
+from engines.provenance.digest import digest_floats
 from engines.provenance.fence import RunFolder
+from engines.provenance.ledger import LedgerHeader, LedgerWriter
 from flows.dry import check
 from model_specs.errors import SpecError, StaleAttemptError
 from model_specs.overrides import apply_overrides
@@ -69,6 +72,19 @@ def test_neither_the_resumed_one_nor_a_later_one_is_deleted(tmp_path: Path) -> N
     kept = plan(keep_last=1)
     assert prune(leg, kept, newest_step=4, protected={2}, fence=fence) == (1, 3)
     assert sorted(runs.checkpoints(leg)) == [2, 4, 9]
+
+
+def test_the_newest_checkpoint_is_one_whose_step_the_ledger_has(tmp_path: Path) -> None:
+    leg = tmp_path / "a"
+    committed(leg, 2, 4, 8)
+    assert runs.checkpoint_at(leg, None)[0] == 8  # no ledger says anything else
+    header = LedgerHeader(trajectory="t", plan="p", run_id="r", leg="a")
+    ledger = LedgerWriter(leg, header=header)
+    for step in range(6):
+        digests = {"weights": {"w": digest_floats("w", [float(step)])}}
+        ledger.append(StepRecord(step=step, update=0 if step else -1, digests=digests))
+    assert runs.checkpoint_at(leg, None)[0] == 4
+    assert runs.checkpoint_at(leg, 8)[0] == 8  # named on purpose
 
 
 def test_a_stale_attempt_deletes_nothing(tmp_path: Path) -> None:
