@@ -55,8 +55,8 @@ EXIT_CODES = {
 }
 """Part of a command -> how it ends; all others end with 0."""
 
-CHEAP = ("verify-a-segment", "debug-dumps")
-"""Pages that every run of the suite tries; the others are minutes long."""
+CHEAP = ("verify-a-segment",)
+"""Pages that every run of the suite tries; the others are minutes long (`make test-all`)."""
 
 
 def page_rows() -> Iterator[object]:
