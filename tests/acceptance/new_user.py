@@ -284,7 +284,11 @@ def verify(user: User) -> None:
     """Run one checkpoint interval again."""
     ended = user.lockstep("verify", "interrupted", "--segment", "2")
     assert "\nIdentical\nsegment 2 (steps 3 to 4), cost " in ended.stdout, ended
-    user.say(re.findall(r"^segment 2.*$", ended.stdout, re.M)[0])
+    user.say(re.findall(r"^segment 2 .* cost .*$", ended.stdout, re.M)[0])
+    # The model came from the run's own copy.
+    (manifest,) = user.folder.glob("runs/interrupted/verify/*/a/model/manifest.json")
+    own_copy = str(user.run_file("interrupted/a/model").resolve())
+    assert json.loads(manifest.read_text())["source"] == own_copy
 
 
 def compare_in_mlflow(user: User) -> None:
