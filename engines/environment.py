@@ -292,6 +292,7 @@ def ambient_facts() -> dict[str, Any]:
         "pid": os.getpid(),
         "executable": sys.executable,
         "folder": os.getcwd(),
+        "code_folder": str(Path(__file__).resolve().parent.parent),
         "python_hash_seed": os.environ.get("PYTHONHASHSEED"),
         "temporary_folder": tempfile.gettempdir(),
         "time_zone": list(time.tzname),

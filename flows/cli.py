@@ -59,7 +59,7 @@ def run(
     Parameters
     ----------
     recipe
-        Name of a shipped recipe.
+        Name of a shipped recipe, or an own one as FILE.py:function or my_pkg.mod:function.
     twin
         Run two complete, independent legs and compare them.
     inject_flip
@@ -98,10 +98,10 @@ def run(
     if rollout_only or train_only is not None:
         from flows import halves
 
-        common = {"recipe": recipe, "overrides": set_, **place}
         if train_only is None:
-            return finish(lambda: halves.rollout_only(**common), json)
-        return finish(lambda: halves.train_only(str(train_only), **common), json)
+            return finish(lambda: halves.rollout_only(run_request.Request(**asked), **place), json)
+        replay = run_request.TrainOnlyRequest(**asked, dump=str(train_only))
+        return finish(lambda: halves.train_only(replay, **place), json)
     from flows.train import train
 
     return finish(lambda: train(run_request.TrainRequest(**asked), **place), json)
@@ -173,22 +173,15 @@ def resume(
     """
     name, step = parse_run_at_step(run)
     prepare_process(json)
+    from flows import run_request
     from flows.train import resume as resume_flow
     from flows.train import resumption
 
     # A mistake is refused at once, before a server is started.
     resumption(name, step, set_, leg=leg, runs_dir=str(runs_dir))
-    return finish(
-        lambda: resume_flow(
-            run=name,
-            step=step,
-            overrides=set_,
-            leg=leg,
-            runs_dir=str(runs_dir),
-            return_state=True,
-        ),
-        json,
-    )
+    changes = run_request.as_overrides(set_)
+    wanted = run_request.asked(run_request.ResumeRequest, run=run, overrides=changes, leg=leg)
+    return finish(lambda: resume_flow(wanted, runs_dir=str(runs_dir), return_state=True), json)
 
 
 @app.command
@@ -212,22 +205,15 @@ def fork(
     run_id
         Name of the new run folder.
     """
-    name, step = parse_run_at_step(run)
+    parse_run_at_step(run)
     prepare_process(json)
+    from flows import run_request
     from flows.fork import fork as fork_flow
 
-    return finish(
-        lambda: fork_flow(
-            run=name,
-            step=step,
-            overrides=set_,
-            leg=leg,
-            runs_dir=str(runs_dir),
-            run_id=run_id,
-            return_state=True,
-        ),
-        json,
-    )
+    changes = run_request.as_overrides(set_)
+    wanted = run_request.asked(run_request.ForkRequest, run=run, overrides=changes, leg=leg)
+    place: dict[str, Any] = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
+    return finish(lambda: fork_flow(wanted, **place), json)
 
 
 @app.command
@@ -250,19 +236,14 @@ def export(
     leg
         Leg of the run.
     """
-    name, step = parse_run_at_step(run)
+    parse_run_at_step(run)
     prepare_process(json)
-    from flows import console
+    from flows import console, run_request
     from flows.export import export as export_flow
 
-    state = export_flow(
-        run=name,
-        step=step,
-        out=None if out is None else str(out),
-        leg=leg,
-        runs_dir=str(runs_dir),
-        return_state=True,
-    )
+    target = None if out is None else str(out)
+    wanted = run_request.asked(run_request.ExportRequest, run=run, leg=leg, out=target)
+    state = export_flow(wanted, runs_dir=str(runs_dir), return_state=True)
     return console.show_export(state, as_json=json)
 
 
@@ -289,6 +270,7 @@ def verify(
         Leg of the run.
     """
     prepare_process(json)
+    from flows import run_request
     from flows.verify import verify as verify_flow
     from flows.verify_lock import verify_lock
 
@@ -297,12 +279,8 @@ def verify(
             lambda: verify_lock(lock=run, leg=leg, runs_dir=str(runs_dir), return_state=True), json
         )
 
-    return finish(
-        lambda: verify_flow(
-            run=run, segment=segment, leg=leg, runs_dir=str(runs_dir), return_state=True
-        ),
-        json,
-    )
+    wanted = run_request.asked(run_request.VerifyRequest, run=run, segment=segment, leg=leg)
+    return finish(lambda: verify_flow(wanted, runs_dir=str(runs_dir), return_state=True), json)
 
 
 @app.command

@@ -30,6 +30,8 @@ def test_all_shipped_deployments_are_there_and_only_one_nightly_runs_at_a_time(
         "verify/segment",
         "verify-lock/all-stages",
         "export/checkpoint",
+        "rollout-only/tiny-cpu",
+        "train-only/dump",
         "prepare/tiny-cpu",
         "gates/newest-checkpoint",
         "compare/two-runs",
