@@ -31,6 +31,8 @@ SHARED = {
     "server": "server",
 }
 """Fixture that takes minutes -> group of tests that share it."""
+PAGES = "test_documented_commands.py"
+"""Its tests share nothing."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,7 +64,8 @@ def group_of(item: pytest.Item) -> str:
     # One process has one Ray session at a time, and `runner` keeps its own until the end.
     if hasattr(getattr(item, "module", None), "Cluster"):
         groups.add("engines")
-    return min(groups, default=str(item.path.relative_to(TESTS)))
+    alone = item.nodeid if item.path.name == PAGES else str(item.path.relative_to(TESTS))
+    return min(groups, default=alone)
 
 
 def starts_vllm_on_cpu(item: pytest.Item) -> bool:

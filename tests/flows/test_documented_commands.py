@@ -1,8 +1,8 @@
 """The pages' commands are run as they are written, one page in one folder, in the page's order.
 
-What is added to `lockstep run` is `SHORT` alone, which leaves out two gates that cost a start of
-native vLLM each and have tests of their own. A command that is neither run nor named in `NOT_RUN`
-fails.
+What is added to `lockstep run` is `SHORT` alone, which leaves out gates that cost a start of native
+vLLM each and have tests of their own. A command that is neither run, nor for a GPU, nor named in
+`NOT_RUN` fails. The pages take minutes: `make test-commands` runs them, and so does `.ci/run`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.flows.prefect_server import Server
 
 BY_FIXTURE = "tests/flows/prefect_server.py runs it, with a port and a name of its own"
 AS_A_USER = "tests/acceptance/new_user.py --from-scratch does it, in minutes and gigabytes"
+BY_GOLDENS = "tests/flows/test_published_ledgers.py does it with a run that it makes"
 WHEEL = "lockstep_rl-0.1.0-py3-none-any.whl"
 NOT_RUN = {
     "python3.11 -m venv .venv": AS_A_USER,
@@ -38,6 +39,8 @@ NOT_RUN = {
     "make test": "runs this test",
     "lockstep run gsm8k_smollm2_135m --twin --set model.path=MODEL_DIR "
     "--set data.source=GSM8K_DIR": "a 135M model, which is not in the tree, for an hour",
+    "python -m tools.goldens check RUN": BY_GOLDENS,
+    "python -m tools.goldens replace RUN": BY_GOLDENS,
     "prefect server start": BY_FIXTURE,
     "prefect work-pool create --type process lockstep": BY_FIXTURE,
     "prefect --no-prompt deploy --all": BY_FIXTURE,
@@ -48,27 +51,33 @@ NOT_RUN = {
 """Command -> why it is not run here."""
 
 EXIT_CODES = {
+    "night/b@2": 0,
+    "lockstep diff night": 10,
+    "lockstep diff runs/night": 10,
+    "lockstep compare": 10,
     "--inject-flip": 10,
     "lockstep diff first slower": 10,
     "lockstep diff RUN/a OTHER_RUN/a --across seeds": 10,
     "numerics.policy=stock": 13,
 }
-"""Part of a command -> how it ends; all others end with 0."""
-
-CHEAP = ("verify-a-segment",)
-"""Pages that every run of the suite tries; the others are minutes long (`make test-all`)."""
+"""Part of a command -> how it ends; the first that fits. All others end with 0."""
 
 
 def page_rows() -> Iterator[object]:
     """Pages with a command that is run here."""
     for page in PAGES:
         if any(is_run_here(command) for command in commands(page)):
-            marks = [] if page.stem in CHEAP else [pytest.mark.exhaustive]
-            yield pytest.param(page, id=page.stem, marks=marks)
+            yield pytest.param(page, id=page.stem)
 
 
 def is_run_here(command: str) -> bool:
-    return bool(re.match(r"(\S*/)?lockstep ", command)) and command not in NOT_RUN
+    is_ours = bool(re.match(r"(\S*/)?lockstep ", command))
+    return is_ours and command not in NOT_RUN and not needs_gpu(command)
+
+
+def needs_gpu(command: str) -> bool:
+    """Whether it is for a machine with a GPU; `tests/gpu` is for those."""
+    return "cuda" in command
 
 
 def is_asked_of_the_server(command: str) -> bool:
@@ -78,7 +87,7 @@ def is_asked_of_the_server(command: str) -> bool:
 def test_every_command_is_run_or_named_with_a_reason_and_nothing_else_is() -> None:
     found = {command for page in PAGES for command in commands(page)}
     ran = {command for command in found if is_run_here(command) or is_asked_of_the_server(command)}
-    assert found - ran == set(NOT_RUN)
+    assert {command for command in found - ran if not needs_gpu(command)} == set(NOT_RUN)
     assert len(ran) > 30
 
 
@@ -131,7 +140,7 @@ class Reader:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=500,
+            timeout=900,
             check=False,
         )
         assert ended.returncode == wanted, f"{command}\n{ended.stdout}\n{ended.stderr}"
@@ -153,6 +162,7 @@ class Reader:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("page", list(page_rows()))
 def test_the_commands_of_a_page_work_as_they_are_written(page: Path, tmp_path: Path) -> None:
