@@ -33,8 +33,12 @@ from tests.flows.command_line import Ended, clean_environment, finished, wait_un
 
 MY_LAB = Path(__file__).with_name("my_lab")
 RECIPE = "my_lab.recipes:recipe"
-GATES_OFF = ("--set", "plan.gates.controls=off", "--set", "plan.gates.preflight=off")
-"""Two gates that cost a start of native vLLM or of probes; the log-prob gate stays."""
+GATES_OFF = tuple(
+    part
+    for gate in ("controls", "layerwise", "preflight")
+    for part in ("--set", f"plan.gates.{gate}=off")
+)
+"""Gates that cost a start of native vLLM, or probes; the log-prob gate stays."""
 
 MAKE_INPUTS = """
 import sys
@@ -232,6 +236,13 @@ def run_and_kill(user: User) -> None:
     user.say(f"lockstep {' '.join(arguments)} -> killed at step {steps}; no process is left")
 
 
+def line_with(part: str, text: str) -> str:
+    """The first line that has this part."""
+    found = next((line for line in text.splitlines() if part in line), None)
+    assert found is not None, f"{part!r} is not in\n{text}"
+    return found
+
+
 def num_steps(ledger: Path) -> int:
     """The newest step of a ledger whose last line may be torn."""
     return max(int(step) for step in re.findall(r'"step":(\d+),', ledger.read_text()))
@@ -254,8 +265,8 @@ def resume(user: User) -> None:
     """Go on, over the end of an epoch: bit for bit the twin, which nobody interrupted."""
     user.lockstep("resume", "interrupted")
     ended = user.lockstep("diff", "interrupted/a", "twin/a")
-    assert ended.stdout.startswith("Identical\n6 steps"), ended
-    user.say(f"the resumed run is the uninterrupted one: {ended.stdout.splitlines()[1]}")
+    assert "\nIdentical\n6 steps" in ended.stdout, ended
+    user.say(f"the resumed run is the uninterrupted one: {line_with('6 steps', ended.stdout)}")
 
 
 def fork(user: User) -> None:
@@ -265,8 +276,7 @@ def fork(user: User) -> None:
     assert "forked from   interrupted/a@4" in shown, shown
     compared = ("diff", "interrupted", "slower", "--across", "origin,optimizer.lr")
     ended = user.lockstep(*compared, code=10)
-    assert "first difference at step 5 update 0" in ended.stdout, ended
-    user.say(ended.stdout.splitlines()[1])
+    user.say(line_with("first difference at step 5 update 0", ended.stdout))
 
 
 def export(user: User) -> None:
