@@ -1,7 +1,7 @@
 # make demo     set up, then the main job: two independent runs, compared
 # make test     set up, then the test suite            (a part of it: PYTEST_ARGS="-k digest")
 # make test-all the same with every row of the long matrices (marker `exhaustive`)
-# make test-commands   the commands of README and how-to pages, as they are written (a quarter of an hour)
+# make test-user   a new user with a wheel, and the commands of README and how-to pages as they are written
 # make check    what pre-commit runs: ruff, formatting, mypy, import-linter, codespell
 # make setup    the environment alone; done once, again when pins or pyproject.toml change
 # make setup-cuda   the environment for NVIDIA GPUs instead (Python 3.12); the targets above then use it
@@ -49,7 +49,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export RAY_USAGE_STATS_ENABLED = 0
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: setup setup-cuda demo test test-all test-commands check lint format-check types imports spelling format clean distclean
+.PHONY: setup setup-cuda demo test test-all test-user check lint format-check types imports spelling format clean distclean
 
 setup: $(CPU_STAMP)
 
@@ -83,9 +83,9 @@ test-all: $(STAMP) $(TRITON_STAMP)
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "" $(PYTEST_ARGS)
 
 # A page's commands are what a reader copies, so they are run as they are written.
-test-commands: $(STAMP)
+test-user: $(STAMP)
 	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "" $(PYTEST_ARGS) \
-		tests/flows/test_documented_commands.py
+		tests/acceptance tests/flows/test_documented_commands.py
 
 check: lint format-check types imports spelling
 
