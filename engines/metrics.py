@@ -166,9 +166,12 @@ METRICS: Mapping[str, Metric] = {
 """In the order of a step. `repro/*`, which a comparison writes, is described in its own words."""
 
 COMPARISON_METRICS: Mapping[str, Metric] = {
-    "repro/identical": Metric(meaning="twin: 1 for a step that is the same in both legs, else 0"),
+    "repro/identical": Metric(
+        meaning="twin, comparison: 1 for each common step before the first difference, then 0"
+    ),
     "repro/max_ulp": Metric(
-        meaning="twin: distance of the first differing element, in units in the last place"
+        meaning="twin, comparison: 0 for each equal step; at the first difference the largest "
+        "distance in the differing tensor or sample, in units in the last place, where it is known"
     ),
 }
 """Written to MLflow for the run as a whole."""

@@ -36,3 +36,27 @@ def segment_bounds(
             f"{stops}"
         )
     return [start_step, *stops][segment - 1], stops[segment - 1]
+
+
+def with_middle_checkpoint(plan: PlanSpec) -> tuple[PlanSpec, int]:
+    """Return the plan with a checkpoint near its middle that is still there at its end, and where.
+
+    A checkpoint that is due anyway is taken, the nearest to the middle; else the plan is given one.
+
+    Raises:
+        SpecError: A run of one step has no middle.
+    """
+    if plan.num_steps < 2:
+        raise SpecError(
+            f"plan.num_steps={plan.num_steps}: a nightly resumes from a checkpoint in the middle, "
+            "so it needs at least 2 steps"
+        )
+    stops = segment_stops(plan, 0)[:-1]
+    if not stops:
+        plan = plan.model_copy(update={"checkpoint_every": plan.num_steps // 2})
+        stops = segment_stops(plan, 0)[:-1]
+    middle = min(stops, key=lambda step: (abs(2 * step - plan.num_steps), step))
+    if plan.keep_last is not None:
+        after = sum(stop >= middle for stop in (*stops, plan.num_steps))
+        plan = plan.model_copy(update={"keep_last": max(plan.keep_last, after)})
+    return plan, middle

@@ -11,6 +11,7 @@ from typing import Any
 
 from engines.contracts import ArtifactRef
 from engines.provenance.fence import Fence, RunFolder, write_durably
+from engines.provenance.ledger import LEDGER_FILE, read_ledger
 from model_specs.errors import CheckpointError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.run_spec import RunSpec
@@ -111,18 +112,34 @@ def checkpoints(leg_folder: Path) -> dict[int, ArtifactRef]:
 def checkpoint_at(leg_folder: Path, step: int | None) -> tuple[int, ArtifactRef]:
     """The committed checkpoint of a step, or the newest where `step` is None.
 
+    The newest is one whose step the ledger has: an attempt that was taken back to an earlier step
+    may have left later ones behind.
+
     Raises:
         CheckpointError: There is none, listing those that there are.
     """
     found = checkpoints(leg_folder)
     if not found:
         raise CheckpointError(f"{leg_folder} has no committed checkpoint")
-    chosen = max(found) if step is None else step
-    if chosen not in found:
+    if step is None:
+        has_ledger = (leg_folder / LEDGER_FILE).is_file()
+        last = read_ledger(leg_folder).last_step if has_ledger else max(found)
+        step = max((known for known in found if known <= last), default=last)
+    if step not in found:
         raise CheckpointError(
-            f"{leg_folder} has no committed checkpoint of step {chosen}; it has {sorted(found)}"
+            f"{leg_folder} has no committed checkpoint of step {step}; it has {sorted(found)}"
         )
-    return chosen, found[chosen]
+    return step, found[step]
+
+
+def checkpoint_before(leg_folder: Path, step: int) -> tuple[int, ArtifactRef | None]:
+    """The newest committed checkpoint from which `step` can be run: its step, and where it is.
+
+    None stands for the initial weights, of step 0.
+    """
+    earlier = {at: found for at, found in checkpoints(leg_folder).items() if at < step}
+    newest = max(earlier, default=0)
+    return newest, earlier.get(newest)
 
 
 def read_json(path: Path) -> Any:

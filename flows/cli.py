@@ -1,4 +1,4 @@
-"""The command line: run, resume, fork, export, verify, diff, show, drill, doctor.
+"""The command line: run, nightly, baseline, resume, fork, export, verify, diff, drill and more.
 
 Every command ends with the exit code of its verdict. Nothing heavy is imported before a command
 needs it: `diff`, `show` and `doctor` load neither Prefect nor torch.
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
+from flows.baseline_commands import baseline
 from model_specs.errors import CancelledError, LockstepError, SpecError
 
 app = App(
@@ -24,6 +25,8 @@ app = App(
     # `main` says that the run was cancelled, and how to go on.
     suppress_keyboard_interrupt=False,
 )
+
+app.command(baseline)
 
 Set = Annotated[
     tuple[str, ...],
@@ -56,7 +59,7 @@ def run(
     Parameters
     ----------
     recipe
-        Name of a shipped recipe.
+        Name of a shipped recipe, or an own one as FILE.py:function or my_pkg.mod:function.
     twin
         Run two complete, independent legs and compare them.
     inject_flip
@@ -87,21 +90,67 @@ def run(
     asked = {**run_request.request_source(recipe), "overrides": run_request.as_overrides(set_)}
     place: dict[str, Any] = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
     if twin:
-        from flows.nightly import nightly
+        from flows.twin import twin as twin_flow
 
         flip = run_request.flip_request(inject_flip)
-        wanted = run_request.NightlyRequest(**asked, inject_flip=flip)
-        return finish(lambda: nightly(wanted, **place), json)
+        wanted = run_request.TwinRequest(**asked, inject_flip=flip)
+        return finish(lambda: twin_flow(wanted, **place), json)
     if rollout_only or train_only is not None:
         from flows import halves
 
-        common = {"recipe": recipe, "overrides": set_, **place}
         if train_only is None:
-            return finish(lambda: halves.rollout_only(**common), json)
-        return finish(lambda: halves.train_only(str(train_only), **common), json)
+            return finish(lambda: halves.rollout_only(run_request.Request(**asked), **place), json)
+        replay = run_request.TrainOnlyRequest(**asked, dump=str(train_only))
+        return finish(lambda: halves.train_only(replay, **place), json)
     from flows.train import train
 
     return finish(lambda: train(run_request.TrainRequest(**asked), **place), json)
+
+
+@app.command
+def nightly(
+    recipe: str,
+    *,
+    vary: tuple[str, ...] | None = None,
+    inject_flip: str | None = None,
+    set_: Set = (),
+    runs_dir: RunsDir = Path("runs"),
+    run_id: str | None = None,
+    json: Json = False,
+) -> int:
+    """Run a night: leg a, leg b varied, half of a resumed, and the comparison with last night.
+
+    Parameters
+    ----------
+    recipe
+        Name of a shipped recipe.
+    vary
+        What leg b is run under, such as `engines`; all when omitted. Repeatable.
+    inject_flip
+        Flip one bit of a live value in leg b, for example `step=3,probe=grads`.
+    run_id
+        Name of the new run folder.
+    """
+    from engines.plan import with_middle_checkpoint
+    from flows import dry
+    from model_specs.variation import VARIED, draw_variation
+
+    spec = dry.check(recipe, set_, inject_flip)
+    wanted = VARIED if vary is None else vary
+    draw_variation(0, execution=spec.execution, what=wanted)  # refuses an unknown name
+    with_middle_checkpoint(spec.plan)  # refuses a night of one step
+    prepare_process(json)
+    from flows import run_request
+    from flows.nightly import nightly as nightly_flow
+
+    request = run_request.NightlyRequest(
+        **run_request.request_source(recipe),
+        overrides=run_request.as_overrides(set_),
+        inject_flip=run_request.flip_request(inject_flip),
+        vary=wanted,
+    )
+    place: dict[str, Any] = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
+    return finish(lambda: nightly_flow(request, **place), json)
 
 
 @app.command
@@ -124,22 +173,15 @@ def resume(
     """
     name, step = parse_run_at_step(run)
     prepare_process(json)
+    from flows import run_request
     from flows.train import resume as resume_flow
     from flows.train import resumption
 
     # A mistake is refused at once, before a server is started.
     resumption(name, step, set_, leg=leg, runs_dir=str(runs_dir))
-    return finish(
-        lambda: resume_flow(
-            run=name,
-            step=step,
-            overrides=set_,
-            leg=leg,
-            runs_dir=str(runs_dir),
-            return_state=True,
-        ),
-        json,
-    )
+    changes = run_request.as_overrides(set_)
+    wanted = run_request.asked(run_request.ResumeRequest, run=run, overrides=changes, leg=leg)
+    return finish(lambda: resume_flow(wanted, runs_dir=str(runs_dir), return_state=True), json)
 
 
 @app.command
@@ -163,22 +205,15 @@ def fork(
     run_id
         Name of the new run folder.
     """
-    name, step = parse_run_at_step(run)
+    parse_run_at_step(run)
     prepare_process(json)
+    from flows import run_request
     from flows.fork import fork as fork_flow
 
-    return finish(
-        lambda: fork_flow(
-            run=name,
-            step=step,
-            overrides=set_,
-            leg=leg,
-            runs_dir=str(runs_dir),
-            run_id=run_id,
-            return_state=True,
-        ),
-        json,
-    )
+    changes = run_request.as_overrides(set_)
+    wanted = run_request.asked(run_request.ForkRequest, run=run, overrides=changes, leg=leg)
+    place: dict[str, Any] = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
+    return finish(lambda: fork_flow(wanted, **place), json)
 
 
 @app.command
@@ -201,19 +236,14 @@ def export(
     leg
         Leg of the run.
     """
-    name, step = parse_run_at_step(run)
+    parse_run_at_step(run)
     prepare_process(json)
-    from flows import console
+    from flows import console, run_request
     from flows.export import export as export_flow
 
-    state = export_flow(
-        run=name,
-        step=step,
-        out=None if out is None else str(out),
-        leg=leg,
-        runs_dir=str(runs_dir),
-        return_state=True,
-    )
+    target = None if out is None else str(out)
+    wanted = run_request.asked(run_request.ExportRequest, run=run, leg=leg, out=target)
+    state = export_flow(wanted, runs_dir=str(runs_dir), return_state=True)
     return console.show_export(state, as_json=json)
 
 
@@ -221,31 +251,36 @@ def export(
 def verify(
     run: str,
     *,
-    segment: int,
+    segment: int | None = None,
     leg: str = "a",
     runs_dir: RunsDir = Path("runs"),
     json: Json = False,
 ) -> int:
-    """Run one checkpoint interval again and compare it with the ledger: Identical or Diverged.
+    """Run a locked pipeline again and name the stage whose output differs: Identical or Diverged.
+
+    With --segment, one checkpoint interval alone.
 
     Parameters
     ----------
     run
-        Run name or folder.
+        Run name or folder, or a lock.json.
     segment
         Number of the interval from 1: segment K is the steps from checkpoint K-1 to checkpoint K.
     leg
         Leg of the run.
     """
     prepare_process(json)
+    from flows import run_request
     from flows.verify import verify as verify_flow
+    from flows.verify_lock import verify_lock
 
-    return finish(
-        lambda: verify_flow(
-            run=run, segment=segment, leg=leg, runs_dir=str(runs_dir), return_state=True
-        ),
-        json,
-    )
+    if segment is None:
+        return finish(
+            lambda: verify_lock(lock=run, leg=leg, runs_dir=str(runs_dir), return_state=True), json
+        )
+
+    wanted = run_request.asked(run_request.VerifyRequest, run=run, segment=segment, leg=leg)
+    return finish(lambda: verify_flow(wanted, runs_dir=str(runs_dir), return_state=True), json)
 
 
 @app.command
@@ -253,24 +288,85 @@ def diff(
     a: str,
     b: str | None = None,
     *,
-    across: tuple[str, ...] = (),
+    across: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    reproduce: Annotated[bool, Parameter(negative=())] = False,
     runs_dir: RunsDir = Path("runs"),
     json: Json = False,
 ) -> int:
-    """Find the first wrong bit between two legs (RUN/LEG), two runs, or the legs of one run.
+    """Find the first wrong bit between two legs, runs, checkpoints, locks or MLflow runs.
 
     Parameters
     ----------
     a
-        Run name, run folder or RUN/LEG.
+        RUN, RUN/LEG, RUN/LEG@STEP (a checkpoint), a folder, a lock.json, or `mlflow:ID`.
     b
         The other side; when omitted, legs a and b of run A are compared.
     across
-        Spec fields that are expected to differ, such as `optimizer.lr`.
+        What is expected to differ: fields or groups with commas between, such as
+        `layout,trainer,optimizer.lr`.
+    reproduce
+        Run the step of the first difference again on both sides, from the nearest checkpoint, to
+        name element, both values and their distance.
     """
     from flows import console
 
-    return console.show_diff(a, b, across=across, runs_dir=runs_dir, as_json=json)
+    names = (f"{a}/a", f"{a}/b") if b is None else (a, b)
+    declared = with_commas(across)
+    if not reproduce:
+        return console.show_diff(names, across=declared, runs_dir=runs_dir, as_json=json)
+    prepare_process(json)
+    from flows.reproduce import reproduce as reproduce_flow
+
+    state = reproduce_flow(
+        run_a=names[0],
+        run_b=names[1],
+        across=declared,
+        runs_dir=str(runs_dir),
+        return_state=True,
+    )
+    return console.show_reproduction(state, as_json=json)
+
+
+@app.command
+def compare(
+    *runs: str,
+    tag: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    experiment: str | None = None,
+    across: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    runs_dir: RunsDir = Path("runs"),
+    run_id: str | None = None,
+    json: Json = False,
+) -> int:
+    """Compare two or more legs and leave the outcome as a run: pages, plots, a run in MLflow.
+
+    Parameters
+    ----------
+    runs
+        RUN, RUN/LEG, a folder or `mlflow:ID`; all are compared with the first.
+    tag
+        Instead of names: all legs in MLflow that carry KEY=VALUE. Repeatable.
+    experiment
+        MLflow experiment that is searched by --tag; all when omitted.
+    across
+        What is expected to differ, with commas between.
+    run_id
+        Name of the comparison's folder.
+    """
+    from flows.run_request import CompareRequest, as_overrides
+
+    try:
+        request = CompareRequest(
+            runs=runs, tags=as_overrides(tag), experiment=experiment, across=with_commas(across)
+        )
+    except ValueError as error:
+        raise SpecError(f"compare: {error}") from error
+    prepare_process(json)
+    from flows.compare import compare as compare_flow
+
+    return finish(
+        lambda: compare_flow(request, runs_dir=str(runs_dir), run_id=run_id, return_state=True),
+        json,
+    )
 
 
 @app.command
@@ -329,6 +425,11 @@ def parse_run_at_step(text: str) -> tuple[str, int | None]:
     if at and not step.isdigit():
         raise SpecError(f"not RUN or RUN@STEP: {text!r}; STEP is a whole number")
     return name, int(step) if at else None
+
+
+def with_commas(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names in texts that have commas between them."""
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
 def prepare_process(as_json: bool) -> None:

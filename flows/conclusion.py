@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from prefect.states import Completed, Failed, State
@@ -51,15 +52,18 @@ def conclude(
     comparison: Comparison | None = None,
     *,
     more: Mapping[str, Any] | None = None,
+    found: Mapping[str, Path] | None = None,
 ) -> State:
     """Put the outcome together, show it everywhere, and return it as the flow's final state.
 
-    `more` stands beside the figures in verdict.json, and its `about` in front of the headline.
+    `found` are the legs of the report by name, where the first two of the run are not what was
+    compared. `more` stands beside the figures in verdict.json, and its `about` in front of the
+    headline.
     """
     tracked = tracking.sync_quietly(run.folder)
     command = tracked.ui_command if tracked else None
     outcome = compare.conclude(run, legs, comparison, mlflow_command=command, more=more)
-    publish(run.folder, outcome, mlflow_page=tracked.page if tracked else None)
+    publish(run.folder, outcome, found=found, mlflow_page=tracked.page if tracked else None)
     tracking.sync_quietly(run.folder)
     return final_state(outcome.verdict, headline=outcome.headline, details=outcome.details)
 

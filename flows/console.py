@@ -12,29 +12,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engines.provenance.diff import Comparison, compare_ledgers
 from engines.provenance.ledger import read_ledger
 from engines.provenance.verdict import Verdict
-from engines.runs import legs, open_leg, open_run, read_json, read_spec
+from engines.runs import legs, open_run, read_json, read_spec
+from flows.difference import OUT, print_difference, print_evidence
 from model_specs.errors import LockstepError
+from tasks.sides import compare_sides, open_sides
 
-OUT = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+SHOWN_SUSPECTS = 5
 ERR = Console(highlight=False, soft_wrap=True, markup=False, emoji=False, stderr=True)
 
 
 def show_outcome(state: Any, *, as_json: bool) -> int:
     """Print how a flow run ended; returns the exit code of its verdict."""
-    from flows.conclusion import RedVerdictError  # `diff` and `show` load no Prefect
-
-    details = state.result(raise_on_failure=False)
-    if isinstance(details, RedVerdictError):
-        details = details.details
-    if isinstance(details, LockstepError):
-        raise details
-    if not isinstance(details, Mapping):
-        if isinstance(details, BaseException):
-            traceback.print_exception(details)
-        ERR.print(f"The flow ended as {state.name}: {state.message}")
+    details = _details(state)
+    if details is None:
         return 1
     folder = Path(details["folder"])
     if as_json:
@@ -49,13 +41,8 @@ def show_outcome(state: Any, *, as_json: bool) -> int:
 
 def show_export(state: Any, *, as_json: bool) -> int:
     """Print where a checkpoint was exported to; returns the exit code."""
-    details = state.result(raise_on_failure=False)
-    if isinstance(details, LockstepError):
-        raise details
-    if not isinstance(details, Mapping):
-        if isinstance(details, BaseException):
-            traceback.print_exception(details)
-        ERR.print(f"The flow ended as {state.name}: {state.message}")
+    details = _details(state)
+    if details is None:
         return 1
     if as_json:
         OUT.print_json(json.dumps(details))
@@ -88,6 +75,51 @@ def show_drill(state: Any, *, as_json: bool) -> int:
     OUT.print(details["headline"])
     OUT.print(f"run folder    {details['folder']}")
     return int(details["exit_code"])
+
+
+def change_baseline(
+    run: str, *, runs_dir: Path, reason: str | None = None, unset: bool = False, as_json: bool
+) -> int:
+    """Set or unset an explicit baseline and print what was done; returns the exit code."""
+    from tasks.baseline import set_baseline, unset_baseline
+
+    folder = open_run(run, runs_dir)
+    done = unset_baseline(folder) if unset else set_baseline(folder, reason=reason)
+    if as_json:
+        OUT.print_json(json.dumps({"run_id": folder.name, "done": done}))
+    else:
+        for line in done:
+            OUT.print(line)
+    return 0
+
+
+def show_baselines(run: str | None, *, runs_dir: Path, as_json: bool) -> int:
+    """Print the explicit baselines, or what the next night of a trajectory is compared with."""
+    from tasks.baseline import device_of, explicit_baselines, find_baseline
+
+    if run is not None:
+        folder = open_run(run, runs_dir)
+        found = find_baseline(folder, read_spec(folder), device=device_of(folder), own=True)
+        if as_json:
+            values = {"run_id": found.run_id, "explicit": found.is_explicit, "note": found.note}
+            OUT.print_json(json.dumps(values))
+        else:
+            OUT.print(found.note if found.run_id else f"no baseline: {found.note}")
+        return 0
+    tags = [dict(baseline.tags) for baseline in explicit_baselines(runs_dir)]
+    if as_json:
+        OUT.print_json(json.dumps(tags))
+        return 0
+    for found_tags in tags:
+        reason = found_tags.get("lockstep.baseline_reason")
+        OUT.print(
+            f"{found_tags['lockstep.run_id']}  {found_tags['lockstep.verdict']}  "
+            f"{found_tags['lockstep.recipe']} on {found_tags['lockstep.device_class']}  since "
+            f"{found_tags['lockstep.baseline']}" + (f"  because {reason}" if reason else "")
+        )
+    if not tags:
+        OUT.print("no explicit baseline: every night is compared with the last green night")
+    return 0
 
 
 def show_run(run: str, *, runs_dir: Path, as_json: bool) -> int:
@@ -129,10 +161,22 @@ def print_run(folder: Path, details: Mapping[str, Any]) -> None:
     green = Verdict(details["verdict"]).is_green
     OUT.print(Text(details["verdict"], style="bold green" if green else "bold red"))
     OUT.print(details["headline"])
-    comparison = details.get("comparison")
-    if comparison:
-        _print_comparison(comparison)
-    OUT.print(f"chain digest  {details['chain_digest']}")
+    if details.get("comparison"):
+        print_evidence(details["comparison"])
+    for row in (details.get("night") or {}).get("rows", ()):
+        OUT.print(f"  {row['label']:<13} {row['name']}")
+        for rank, suspect in enumerate(row["suspects"][:SHOWN_SUSPECTS], start=1):
+            if row["verdict"] is not None and not Verdict(row["verdict"]).is_green:
+                OUT.print(f"                suspect {rank}: {suspect}")
+    for output in details.get("stages", ()):
+        reached = "DIFFERS" if output["found"] is not None else "not run"
+        found = "equal" if output["equal"] else reached
+        OUT.print(
+            f"  {found:<7} {output['how']:<5} {output['stage']} {output['output']} "
+            f"{output['locked'][:12]}"
+        )
+    if details["chain_digest"]:
+        OUT.print(f"chain digest  {details['chain_digest']}")
     alignment, native = details.get("alignment"), details.get("native_control")
     if alignment:
         OUT.print(
@@ -146,32 +190,48 @@ def print_run(folder: Path, details: Mapping[str, Any]) -> None:
         OUT.print(f"MLflow        {details['mlflow_command']}")
 
 
-def show_diff(
-    a: str, b: str | None, *, across: Sequence[str], runs_dir: Path, as_json: bool
-) -> int:
-    """Compare two ledgers; the exit code is that of the verdict."""
-    left, right = (f"{a}/a", f"{a}/b") if b is None else (a, b)
-    comparison = compare_ledgers(
-        open_leg(left, runs_dir), open_leg(right, runs_dir), across=tuple(across)
-    )
-    if as_json:
-        OUT.print_json(json.dumps(comparison.to_dict(), default=str))
-    else:
-        _print_verdict(comparison)
+def _details(state: Any) -> Mapping[str, Any] | None:
+    """What a flow run ended with; None, and its error printed, where that is no record of ours."""
+    from flows.conclusion import RedVerdictError  # `diff` and `show` load no Prefect
+
+    details = state.result(raise_on_failure=False)
+    if isinstance(details, RedVerdictError):
+        details = details.details
+    if isinstance(details, LockstepError):
+        raise details
+    if isinstance(details, Mapping):
+        return details
+    if isinstance(details, BaseException):
+        traceback.print_exception(details)
+    ERR.print(f"The flow ended as {state.name}: {state.message}")
+    return None
+
+
+def show_diff(names: Sequence[str], *, across: Sequence[str], runs_dir: Path, as_json: bool) -> int:
+    """Compare two legs, checkpoints or locks; the exit code is that of the verdict."""
+    with open_sides(names, runs_dir) as (a, b):
+        comparison = compare_sides(a, b, across=across)
+        if as_json:
+            labels = {"a": a.label, "b": b.label}
+            OUT.print_json(json.dumps({**comparison.to_dict(), "sides": labels}, default=str))
+        else:
+            OUT.print(f"a: {a.kind} {a.label}\nb: {b.kind} {b.label}")
+            print_difference(comparison.to_dict())
     return comparison.verdict.exit_code
 
 
-def _print_verdict(comparison: Comparison) -> None:
-    style = "bold green" if comparison.verdict.is_green else "bold red"
-    OUT.print(Text(str(comparison.verdict), style=style))
-    OUT.print(comparison.headline)
-    _print_comparison(comparison.to_dict())
-
-
-def _print_comparison(comparison: Mapping[str, Any]) -> None:
-    for title in ("identity_differences", "environment_differences"):
-        for field, left, right in comparison.get(title, ()):
-            OUT.print(f"  {title.split('_')[0]} {field}: {left!r} | {right!r}")
+def show_reproduction(state: Any, *, as_json: bool) -> int:
+    """Print what came of running a step again; the exit code is that of the records' verdict."""
+    details = _details(state)
+    if details is None:
+        return 1
+    if as_json:
+        OUT.print_json(json.dumps(details, default=str))
+    else:
+        print_difference(details)
+        for again in details.get("replays", ()):
+            OUT.print(again["summary"])
+    return Verdict(details["verdict"]).exit_code
 
 
 def _steps_table(leg_folder: Path, leg: str) -> Table:

@@ -12,32 +12,28 @@ from typing import Any
 from prefect import flow
 
 from engines import runs
+from flows.run_request import ExportRequest, run_at_step, run_name
 from tasks.export import export_alone
 
 
-@flow(name="export", flow_run_name="export-{run}")
-def export(
-    run: str,
-    step: int | None = None,
-    out: str | None = None,
-    leg: str = "a",
-    runs_dir: str = "runs",
-) -> dict[str, Any]:
+@flow(name="export", flow_run_name=run_name)
+def export(request: ExportRequest, runs_dir: str = "runs") -> dict[str, Any]:
     """Write a folder that transformers and vLLM load, and prove that it is the trained weights.
 
     Args:
-        run: Name or folder of the run.
-        step: Checkpoint to export; the newest when omitted.
-        out: New folder; `RUN/<leg>/exports/step-...` when omitted.
-        leg: Leg of the run.
+        request: Run, leg and step, and where to.
         runs_dir: Folder that holds run folders.
 
     Returns:
         `folder`, `step`, `state_digest` of the checkpoint, `digest` over the exported tensors.
     """
+    run, step = run_at_step(request.run)
+    leg = request.leg
     folder = runs.open_run(run, Path(runs_dir))
     chosen, checkpoint = runs.checkpoint_at(folder / leg, step)
-    target = Path(out) if out else folder / leg / "exports" / Path(checkpoint.uri).name
+    target = (
+        Path(request.out) if request.out else folder / leg / "exports" / Path(checkpoint.uri).name
+    )
     exported = export_alone(
         runs.read_spec(folder), checkpoint, model=folder / leg / "model", target=target.resolve()
     )
@@ -52,5 +48,4 @@ def export(
 
 
 if __name__ == "__main__":
-    name, _, number = sys.argv[1].partition("@")
-    export(name, int(number) if number else None)
+    export(ExportRequest(run=sys.argv[1]))

@@ -16,32 +16,26 @@ from engines.checkpoint.dcp import read_meta
 from engines.checkpoint.retention import disk_need, require_disk
 from flows.conclusion import conclude
 from flows.legs import run_leg
+from flows.run_request import ForkRequest, run_at_step, run_name
 from model_specs.errors import SpecError
 from model_specs.fingerprint import spec_differences, trajectory_fingerprint
 from model_specs.overrides import apply_overrides
 from model_specs.run_spec import ForkOrigin, RunSpec
 
 
-@flow(name="fork", flow_run_name="fork-{run}")
-def fork(
-    run: str,
-    step: int | None = None,
-    overrides: tuple[str, ...] = (),
-    leg: str = "a",
-    runs_dir: str = "runs",
-    run_id: str | None = None,
-) -> State:
+@flow(name="fork", flow_run_name=run_name)
+def fork(request: ForkRequest, runs_dir: str = "runs", run_id: str | None = None) -> State:
     """Start a run from a checkpoint's weights and optimizer state; its ledger is its own.
 
     Args:
-        run: Name or folder of the parent.
-        step: Checkpoint to begin with; the newest when omitted.
-        overrides: Changes of spec fields, each `key=value`; all but the model's may change.
-        leg: Leg of the parent.
+        request: Parent, leg and step, and overrides.
         runs_dir: Folder that holds run folders.
         run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
     """
-    return branch_off(run, step, overrides, leg=leg, runs_dir=runs_dir, run_id=run_id)
+    run, step = run_at_step(request.run)
+    return branch_off(
+        run, step, request.assignments, leg=request.leg, runs_dir=runs_dir, run_id=run_id
+    )
 
 
 def branch_off(
@@ -97,5 +91,4 @@ def forked(parent: Path, step: int | None, overrides: tuple[str, ...], *, leg: s
 
 
 if __name__ == "__main__":
-    name, _, number = sys.argv[1].partition("@")
-    fork(name, int(number) if number else None)
+    fork(ForkRequest(run=sys.argv[1]))

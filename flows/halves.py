@@ -18,6 +18,7 @@ from engines.provenance.ledger import LEDGER_FILE
 from engines.rollout_dump import RolloutDump, read_dumps
 from flows.conclusion import conclude
 from flows.legs import replay_leg, rollout_leg
+from flows.run_request import Request, TrainOnlyRequest, run_name
 from model_specs.errors import SpecError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.overrides import apply_overrides
@@ -28,22 +29,16 @@ NOT_REPLAYED = ("received",)
 """Probes that a training without rollout engines does not have."""
 
 
-@flow(name="rollout-only", flow_run_name="rollout-{recipe}")
-def rollout_only(
-    recipe: str = "tiny_cpu",
-    overrides: tuple[str, ...] = (),
-    runs_dir: str = "runs",
-    run_id: str | None = None,
-) -> State:
+@flow(name="rollout-only", flow_run_name=run_name)
+def rollout_only(request: Request, runs_dir: str = "runs", run_id: str | None = None) -> State:
     """Draw and reward `plan.num_steps` steps at the initial weights, and dump them.
 
     Args:
-        recipe: Name of a recipe.
-        overrides: Changes of spec fields, each `key=value`.
+        request: Recipe and overrides.
         runs_dir: Folder that holds run folders.
         run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
     """
-    spec = apply_overrides(load_recipe(recipe), overrides)
+    spec = apply_overrides(load_recipe(request.source), request.assignments)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     dumps = rollout_leg(spec, run)
     message = f"{len(dumps)} steps were drawn and nothing was trained: {dumps[0].parent}"
@@ -58,13 +53,9 @@ def rollout_only(
     return Completed(name="Drawn", message=message, data=details)
 
 
-@flow(name="train-only", flow_run_name="train-only-{recipe}")
+@flow(name="train-only", flow_run_name=run_name)
 def train_only(
-    dump: str,
-    recipe: str = "tiny_cpu",
-    overrides: tuple[str, ...] = (),
-    runs_dir: str = "runs",
-    run_id: str | None = None,
+    request: TrainOnlyRequest, runs_dir: str = "runs", run_id: str | None = None
 ) -> State:
     """Train on dumped rollouts without a rollout engine.
 
@@ -72,15 +63,13 @@ def train_only(
     ledger: green is `Identical`.
 
     Args:
-        dump: Dumped rollout of one step, a folder of them, or the folder of a leg that has some.
-        recipe: Name of a recipe.
-        overrides: Changes of spec fields, each `key=value`.
+        request: Recipe, overrides, and what was dumped.
         runs_dir: Folder that holds run folders.
         run_id: Name of the new run folder; made from time, recipe and fingerprint when omitted.
     """
-    dumps = read_dumps(dump)
+    dumps = read_dumps(request.dump)
     source = dumps[0].path.resolve().parent.parent
-    spec = apply_overrides(load_recipe(recipe), overrides)
+    spec = apply_overrides(load_recipe(request.source), request.assignments)
     start = start_of(dumps, source)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     result = replay_leg(spec, run, dumps, start)
@@ -114,6 +103,6 @@ def start_of(dumps: tuple[RolloutDump, ...], source: Path) -> ArtifactRef | None
 
 if __name__ == "__main__":
     if sys.argv[1] == "rollout":
-        rollout_only(sys.argv[2])
+        rollout_only(Request(recipe=sys.argv[2]))
     else:
-        train_only(sys.argv[3], sys.argv[2])
+        train_only(TrainOnlyRequest(recipe=sys.argv[2], dump=sys.argv[3]))

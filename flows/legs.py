@@ -6,6 +6,7 @@ A leg is download, convert, train with checkpoints, export, gates.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from engines import runs
@@ -14,7 +15,8 @@ from engines.plan import segment_stops
 from engines.provenance.verdict import Verdict
 from engines.rollout_dump import RolloutDump
 from model_specs.errors import DivergedError, EngineError, LockstepError, UnsupportedError
-from model_specs.run_spec import GatePlan, RunSpec
+from model_specs.run_spec import GatePlan, PlanSpec, RunSpec
+from model_specs.variation import Variation
 from tasks import (
     checkpoint,
     convert,
@@ -46,27 +48,51 @@ def run_leg(
     leg: str,
     *,
     resume_step: int = 0,
+    resume_from: str | None = None,
     flip: Flip | None = None,
+    variation: Variation | None = None,
+    before_steps: Callable[[str], object] | None = None,
 ) -> LegResult:
-    """Run one leg to its gates; an error that is a verdict is returned as one, to be reported."""
+    """Run one leg to its gates; an error that is a verdict is returned as one, to be reported.
+
+    Args:
+        spec: What is run.
+        run: The run that the leg belongs to.
+        leg: Name and folder of the leg.
+        resume_step: Committed checkpoint to go on from; 0 begins with the initial weights.
+        resume_from: Leg that has this checkpoint; None is the leg itself.
+        flip: One bit of a live value to be flipped.
+        variation: What this process was started under on purpose.
+        before_steps: Called with the name of the session when its engines have started.
+    """
     try:
-        return _run_leg(spec, run, leg, resume_step=resume_step, flip=flip)
+        with leg_session(
+            spec,
+            run_dir=run.folder,
+            leg=leg,
+            fence=run.fence,
+            flip=flip,
+            variation=variation,
+        ) as session:
+            source = run.folder / (resume_from or leg)
+            inputs, weights = _start(session.name, spec)
+            if before_steps is not None:
+                before_steps(session.name)
+            state = weights
+            if resume_step:
+                state = runs.checkpoints(source)[resume_step]
+            elif spec.origin is not None:
+                state = checkpoint.adopt(session.name)
+            start = session.start_from = resume_step or spec.start_step
+            return _steps_to_gates(session.name, spec.plan, run, state, inputs.model, start=start)
     except VERDICT_ERRORS as error:
         return _failed(leg, error, last_step=resume_step)
 
 
 def _failed(leg: str, error: LockstepError, *, last_step: int) -> LegResult:
     logger.error("%s %s", leg, error)
-    return LegResult(
-        leg=leg,
-        verdict=next(v for kind, v in _VERDICTS.items() if isinstance(error, kind)),
-        reason=str(error),
-        chain_digest="",
-        last_step=last_step,
-        gates={},
-        processes={},
-        cached_stages=0,
-    )
+    verdict = next(v for kind, v in _VERDICTS.items() if isinstance(error, kind))
+    return LegResult.failed(leg, str(error), verdict=verdict, last_step=last_step)
 
 
 def _start(name: str, spec: RunSpec) -> tuple[download.Inputs, ArtifactRef]:
@@ -81,28 +107,22 @@ def _start(name: str, spec: RunSpec) -> tuple[download.Inputs, ArtifactRef]:
     return inputs, weights
 
 
-def _run_leg(
-    spec: RunSpec, run: runs.Run, leg: str, *, resume_step: int, flip: Flip | None
+def _steps_to_gates(
+    name: str, plan: PlanSpec, run: runs.Run, state: ArtifactRef, model: ArtifactRef, *, start: int
 ) -> LegResult:
-    with leg_session(spec, run_dir=run.folder, leg=leg, fence=run.fence, flip=flip) as session:
-        name = session.name
-        inputs, weights = _start(name, spec)
-        step = session.start_from = resume_step or spec.start_step
-        if resume_step:
-            state = runs.checkpoints(session.folder)[resume_step]
-        else:
-            state = weights if spec.origin is None else checkpoint.adopt(name)
-        for stop in segment_stops(spec.plan, step):
-            segment = train.train_segment(name, state, start_step=step, to_step=stop)
-            tracking.sync_quietly(run.folder)
-            step = segment.end_step
-            if segment.stopped_by:
-                return gates.judge(name, last_step=step)
-            state = checkpoint.checkpoint(name, segment)
-        exported = export.export(name, state, inputs.model)
-        gates.layerwise(name)
-        gates.controls(name, exported)
-        return gates.judge(name, last_step=step)
+    """Train from `state` to the end of the plan, with its checkpoints; export and judge."""
+    step = start
+    for stop in segment_stops(plan, start):
+        segment = train.train_segment(name, state, start_step=step, to_step=stop)
+        tracking.sync_quietly(run.folder)
+        step = segment.end_step
+        if segment.stopped_by:
+            return gates.judge(name, last_step=step)
+        state = checkpoint.checkpoint(name, segment)
+    exported = export.export(name, state, model)
+    gates.layerwise(name)
+    gates.controls(name, exported)
+    return gates.judge(name, last_step=step)
 
 
 def gate_leg(spec: RunSpec, run: runs.Run, source: Path) -> LegResult:

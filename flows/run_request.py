@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Field, ValidationError, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from engines.faults import FLIP_PROBES, parse_flip
@@ -24,6 +24,7 @@ from model_specs.base import Frozen
 from model_specs.errors import SpecError
 from model_specs.field_schema import overrides_schema
 from model_specs.registry import RECIPES
+from model_specs.variation import VARIED, Varied
 
 ShippedRecipe = Annotated[str, WithJsonSchema({"type": "string", "enum": sorted(RECIPES)})]
 """Name of a shipped recipe."""
@@ -35,10 +36,35 @@ FlipProbe = Annotated[str, WithJsonSchema({"type": "string", "enum": list(FLIP_P
 """Probe whose live value can be flipped."""
 
 OWN_RECIPE = r"^.+:[A-Za-z_]\w*$"
-RUN_AT_STEP = r"^[^@]+(@[0-9]+)?$"
+
+RunName = Annotated[str, Field(pattern=r"^[^@]+$")]
+"""Name or folder of a run."""
+
+RunAtStep = Annotated[str, Field(pattern=r"^[^@]+(@[0-9]+)?$")]
+"""A run and one of its checkpoints, `RUN@STEP`; the newest of them as `RUN`."""
+
+Leg = Annotated[str, Field(pattern=r"^\w+$")]
+"""Name of a leg of a run, such as `a`."""
 
 
-class Request(Frozen):
+class Changes(Frozen):
+    """What is changed in a spec."""
+
+    overrides: Overrides = Field(default_factory=dict)
+    """Changes of spec fields, such as `{"plan.num_steps": 4}`."""
+
+    @property
+    def assignments(self) -> tuple[str, ...]:
+        """The overrides as `key=value` texts."""
+        return tuple(f"{name}={_text(value)}" for name, value in self.overrides.items())
+
+    def described(self, label: str) -> str:
+        """Return a label with the first few overrides, for the name of a flow run."""
+        more = len(self.overrides) - 3
+        return " ".join([label, *self.assignments[:3], *([f"and {more} more"] if more > 0 else [])])
+
+
+class Request(Changes):
     """Which spec is run: a recipe, shipped or own, and what is changed in it."""
 
     SOURCES: ClassVar[tuple[str, ...]] = ("recipe", "recipe_path")
@@ -48,8 +74,6 @@ class Request(Frozen):
     """Name of a shipped recipe."""
     recipe_path: Annotated[str, Field(pattern=OWN_RECIPE)] | SkipJsonSchema[None] = None
     """Own recipe: `PATH/FILE.py:function` or `my_pkg.mod:function`, as the worker finds it."""
-    overrides: Overrides = Field(default_factory=dict)
-    """Changes of spec fields, such as `{"plan.num_steps": 4}`."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Request:
@@ -75,17 +99,9 @@ class Request(Frozen):
         assert name is not None
         return name
 
-    @property
-    def assignments(self) -> tuple[str, ...]:
-        """The overrides as `key=value` texts."""
-        return tuple(f"{name}={_text(value)}" for name, value in self.overrides.items())
-
     def describe(self) -> str:
         """Return what is run in a few words, for the name of a flow run."""
-        shown = [f"{name}={_text(value)}" for name, value in list(self.overrides.items())[:3]]
-        more = len(self.overrides) - len(shown)
-        label = self.recipe or PurePath(str(self.recipe_path)).name
-        return " ".join([label, *shown, *([f"and {more} more"] if more else [])])
+        return self.described(self.recipe or PurePath(str(self.recipe_path)).name)
 
 
 class TrainRequest(Request):
@@ -93,17 +109,16 @@ class TrainRequest(Request):
 
     SOURCES: ClassVar[tuple[str, ...]] = ("recipe", "recipe_path", "resume", "fork")
 
-    resume: Annotated[str, Field(pattern=RUN_AT_STEP)] | SkipJsonSchema[None] = None
+    resume: RunAtStep | SkipJsonSchema[None] = None
     """Go on with a run from its newest checkpoint (`RUN`) or an earlier one (`RUN@STEP`)."""
 
-    fork: Annotated[str, Field(pattern=RUN_AT_STEP)] | SkipJsonSchema[None] = None
+    fork: RunAtStep | SkipJsonSchema[None] = None
     """Begin a run of its own with a checkpoint of another (`RUN` or `RUN@STEP`)."""
 
     def describe(self) -> str:
         """Return what is run in a few words."""
         if self.resume or self.fork:
-            shown = f"resume {self.resume}" if self.resume else f"fork {self.fork}"
-            return " ".join([shown, *self.assignments[:3]])
+            return self.described(f"resume {self.resume}" if self.resume else f"fork {self.fork}")
         return super().describe()
 
 
@@ -124,7 +139,7 @@ class FlipRequest(Frozen):
         return f"step={self.step},probe={self.probe}{tensor},element={self.element},bit={self.bit}"
 
 
-class NightlyRequest(Request):
+class TwinRequest(Request):
     """Two legs of one recipe; optionally with a fault that has to be found."""
 
     inject_flip: FlipRequest | SkipJsonSchema[None] = None
@@ -134,6 +149,130 @@ class NightlyRequest(Request):
         """Return what is run in a few words, with the flip."""
         flip = f" flip {self.inject_flip.as_text()}" if self.inject_flip else ""
         return super().describe() + flip
+
+
+class NightlyRequest(TwinRequest):
+    """A night: legs a and b, b varied, half of a resumed, and the last green night."""
+
+    vary: tuple[Varied, ...] = VARIED
+    """What leg b is run under; all by default, and nothing where it is empty."""
+
+
+class CompareRequest(Frozen):
+    """Which legs are compared: by their names, or by the tags that they carry in MLflow."""
+
+    runs: tuple[str, ...] = ()
+    """Two or more of `RUN`, `RUN/LEG`, a folder, `mlflow:ID`; all are compared with the first."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tag -> value, such as `{"trajectory_fingerprint": "8cf650..."}`; all legs that carry them."""
+    experiment: str | SkipJsonSchema[None] = None
+    """MLflow experiment that is searched by `tags`; all when it is not given."""
+    across: tuple[str, ...] = ()
+    """What is expected to differ: fields such as `optimizer.lr`, or groups such as `layout`."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> CompareRequest:
+        if bool(self.runs) == bool(self.tags):
+            raise ValueError("exactly one of runs and tags is needed")
+        if len(self.runs) == 1:
+            raise ValueError(f"two or more runs are needed, not {self.runs[0]!r} alone")
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        """Say in the schema, too, that exactly one of both is given."""
+        schema: dict[str, Any] = handler.resolve_ref_schema(handler(core_schema))
+        schema["oneOf"] = [{"required": [name]} for name in ("runs", "tags")]
+        schema["properties"]["runs"]["minItems"] = 2
+        schema["properties"]["tags"]["minProperties"] = 1
+        return schema
+
+    def describe(self) -> str:
+        """Return what is compared in a few words."""
+        if self.runs:
+            more = len(self.runs) - 3
+            return " ".join([*self.runs[:3], *([f"and {more} more"] if more > 0 else [])])
+        return " ".join(f"{name}={value}" for name, value in self.tags.items())
+
+
+class ResumeRequest(Changes):
+    """The rest of a run; only its plan and execution may change."""
+
+    run: RunAtStep
+    leg: Leg = "a"
+    """Leg to go on with."""
+
+    def describe(self) -> str:
+        """Return what goes on in a few words."""
+        return self.described(self.run)
+
+
+class ForkRequest(Changes):
+    """A run of its own that begins with a checkpoint of another; all but the model may change."""
+
+    run: RunAtStep
+    leg: Leg = "a"
+    """Leg of the parent."""
+
+    def describe(self) -> str:
+        """Return what is branched off in a few words."""
+        return self.described(self.run)
+
+
+class ExportRequest(Frozen):
+    """A checkpoint that becomes a Hugging Face folder."""
+
+    run: RunAtStep
+    leg: Leg = "a"
+    out: Annotated[str, Field(min_length=1)] | SkipJsonSchema[None] = None
+    """New folder; `RUN/<leg>/exports/step-...` when it is not given."""
+
+    def describe(self) -> str:
+        """Return what is exported in a few words."""
+        return self.run
+
+
+class VerifyRequest(Frozen):
+    """A checkpoint interval that is run again."""
+
+    run: RunName
+    segment: int = Field(ge=1)
+    """Segment K is the steps from checkpoint K-1 to checkpoint K."""
+    leg: Leg = "a"
+
+    def describe(self) -> str:
+        """Return what is verified in a few words."""
+        return f"{self.run} segment {self.segment}"
+
+
+class TrainOnlyRequest(Request):
+    """Training on dumped rollouts, without a rollout engine."""
+
+    dump: Annotated[str, Field(min_length=1)]
+    """Dumped rollout of one step, a folder of them, or the folder of a leg that has some."""
+
+    def describe(self) -> str:
+        """Return what is trained in a few words, with the dump."""
+        return f"{super().describe()} on {PurePath(self.dump).name}"
+
+
+R = TypeVar("R", bound=Frozen)
+
+
+def asked(kind: type[R], **values: Any) -> R:
+    """Make a request of what the command line was given.
+
+    Raises:
+        SpecError: With the name of each field that cannot be used, its value and the reason.
+    """
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        rows = [
+            f"{'.'.join(map(str, row['loc'])) or 'request'}={row['input']!r}: {row['msg']}"
+            for row in error.errors()
+        ]
+        raise SpecError("; ".join(rows)) from error
 
 
 def flip_request(text: str | None) -> FlipRequest | None:

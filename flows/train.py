@@ -15,7 +15,7 @@ from engines.checkpoint.retention import disk_need, require_disk
 from flows.conclusion import conclude
 from flows.fork import branch_off
 from flows.legs import run_leg
-from flows.run_request import TrainRequest, run_at_step, run_name
+from flows.run_request import ResumeRequest, TrainRequest, run_at_step, run_name
 from model_specs.errors import SpecError
 from model_specs.fingerprint import spec_differences
 from model_specs.overrides import apply_overrides
@@ -46,24 +46,16 @@ def train(request: TrainRequest, runs_dir: str = "runs", run_id: str | None = No
     return conclude(run, (run_leg(spec, run, "a"),))
 
 
-@flow(name="resume", flow_run_name="resume-{run}")
-def resume(
-    run: str,
-    step: int | None = None,
-    overrides: tuple[str, ...] = (),
-    leg: str = "a",
-    runs_dir: str = "runs",
-) -> State:
+@flow(name="resume", flow_run_name=run_name)
+def resume(request: ResumeRequest, runs_dir: str = "runs") -> State:
     """Go on from a committed checkpoint in a new attempt; later ledger lines are dropped.
 
     Args:
-        run: Name or folder of the run.
-        step: Checkpoint to go on from; the newest when omitted.
-        overrides: Changes of plan or execution fields, such as `plan.num_steps=16`.
-        leg: Leg to go on with.
+        request: Run, leg and step, and overrides of plan or execution.
         runs_dir: Folder that holds run folders.
     """
-    return go_on(run, step, overrides, leg=leg, runs_dir=runs_dir)
+    run, step = run_at_step(request.run)
+    return go_on(run, step, request.assignments, leg=request.leg, runs_dir=runs_dir)
 
 
 def go_on(
@@ -82,13 +74,20 @@ def resumption(
     """Find what to go on with, and change nothing: the run folder, the new spec, the start.
 
     Raises:
-        SpecError: There is no such run, an override changes the trajectory, or the checkpoints
-            would not fit on the disk.
+        SpecError: There is no such run, an override changes the trajectory, no step is left to
+            be trained, or the checkpoints would not fit on the disk.
         CheckpointError: The leg has no committed checkpoint, or none of this step.
     """
     folder = runs.open_run(run, Path(runs_dir))
     spec = resumable(runs.read_spec(folder), overrides)
     start, _ = runs.checkpoint_at(folder / leg, step)
+    if start >= spec.plan.num_steps:
+        present = sorted(runs.checkpoints(folder / leg))
+        raise SpecError(
+            f"leg {leg} of {folder.name} is at step {start} and plan.num_steps="
+            f"{spec.plan.num_steps}: no step is left; go on past it by --set plan.num_steps=..., "
+            f"or from an earlier checkpoint by RUN@STEP (it has {present})"
+        )
     require_disk(disk_need(spec, start_step=start), folder)
     return folder, spec, start
 

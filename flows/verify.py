@@ -18,13 +18,15 @@ from engines.plan import segment_bounds
 from engines.provenance.ledger import Ledger, read_ledger
 from flows.conclusion import conclude
 from flows.legs import segment_leg
+from flows.run_request import VerifyRequest, run_name
+from model_specs.run_spec import RunSpec
 from tasks import compare
 
 logger = logging.getLogger("lockstep")
 
 
-@flow(name="verify", flow_run_name="verify-{run}-{segment}")
-def verify(run: str, segment: int, leg: str = "a", runs_dir: str = "runs") -> State:
+@flow(name="verify", flow_run_name=run_name)
+def verify(request: VerifyRequest, runs_dir: str = "runs") -> State:
     """Compute a segment again in fresh engines; `Identical`, or `Diverged` at the first difference.
 
     Evidence for a run that one can afford only once: segment K is the steps from checkpoint K-1 to
@@ -32,13 +34,12 @@ def verify(run: str, segment: int, leg: str = "a", runs_dir: str = "runs") -> St
     lies in `RUN/verify/`.
 
     Args:
-        run: Name or folder of the run.
-        segment: Number of the checkpoint interval, from 1.
-        leg: Leg of the run.
+        request: Run, leg, and number of the checkpoint interval.
         runs_dir: Folder that holds run folders.
     """
     began = time.monotonic()
-    folder = runs.open_run(run, Path(runs_dir))
+    segment, leg = request.segment, request.leg
+    folder = runs.open_run(request.run, Path(runs_dir))
     spec = runs.read_spec(folder)
     ledger = read_ledger(folder / leg)
     start_step, to_step = segment_bounds(
@@ -54,7 +55,9 @@ def verify(run: str, segment: int, leg: str = "a", runs_dir: str = "runs") -> St
     scratch = runs.new_run(
         spec, folder / "verify", run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-segment-{segment}"
     )
-    result = segment_leg(spec, scratch, start, start_step=start_step, to_step=to_step)
+    result = segment_leg(
+        own_inputs(spec, folder / leg), scratch, start, start_step=start_step, to_step=to_step
+    )
     comparison = None
     if result.chain_digest:  # empty where the leg failed
         comparison = compare.compare_folders(folder / leg, scratch.folder / "a", verify=True)
@@ -70,6 +73,20 @@ def verify(run: str, segment: int, leg: str = "a", runs_dir: str = "runs") -> St
     )
 
 
+def own_inputs(spec: RunSpec, leg_folder: Path) -> RunSpec:
+    """Return the spec with model and data read from the leg's own copies, where they are there.
+
+    The place they came from may be gone. What the copies hold is compared with the digests of the
+    spec, as any source is.
+    """
+    changes = {
+        name: part.model_copy(update={field: str((leg_folder / name).resolve())})
+        for name, field, part in (("model", "path", spec.model), ("data", "source", spec.data))
+        if (leg_folder / name).is_dir()
+    }
+    return spec.model_copy(update=changes)
+
+
 def segment_cost(ledger: Ledger, start_step: int, to_step: int) -> tuple[float, float]:
     """Return the seconds that the segment's steps took in the run, and their share of all steps."""
     by_step: dict[int, float] = {}
@@ -82,4 +99,4 @@ def segment_cost(ledger: Ledger, start_step: int, to_step: int) -> tuple[float, 
 
 
 if __name__ == "__main__":
-    verify(sys.argv[1], int(sys.argv[2]))
+    verify(VerifyRequest(run=sys.argv[1], segment=int(sys.argv[2])))

@@ -130,7 +130,9 @@ class PlanSpec(Frozen):
     keep_every: int | None = Field(default=None, ge=1)
     """With `keep_last`: never delete the checkpoint of a step that this divides."""
     keep_tensor_steps: int = Field(default=0, ge=0)
-    """Keep the tensors of this many last steps, so that a diff can name element and values."""
+    """Keep the tensors of this many last steps, so that a diff can name element and values.
+
+    A ring: each step's are written, and those of older steps deleted."""
     dump_rollouts: bool = False
     """Write each step's rollout with all that its updates need, to train from it alone."""
     evals: tuple[EvalSet, ...] = ()

@@ -29,6 +29,15 @@ class SamplingSpec(Frozen):
     """Dynamic sampling: draw this many times `data.prompts_per_step` prompts a step, and train on
     the first groups, in data order, whose rewards are not all equal."""
 
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> SamplingSpec:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"sampling.min_new_tokens={self.min_new_tokens} is above "
+                f"sampling.max_new_tokens={self.max_new_tokens}"
+            )
+        return self
+
     @property
     def keeps_whole_vocabulary(self) -> bool:
         """Whether no token is cut off, so that processed log-probs are the policy's own."""

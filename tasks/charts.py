@@ -6,16 +6,39 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 360, 150, 52, 18, 10
+from engines.provenance.ledger import Ledger
+
+CURVES = (
+    ("reward/mean", "mean reward"),
+    ("train/grad_norm", "gradient norm"),
+    ("gate/logprob_abs_diff/max", "largest log-prob difference"),
+)
+"""Metric -> title of the curves that every page shows."""
+
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 360, 170, 46, 8, 20, 10
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 """Leg -> (step, value)."""
 
 
-def line_chart(title: str, series: Series) -> str:
-    """Return one chart; the second leg is dashed, so that identity can be seen.
+def curve(ledger: Ledger, metric: str) -> list[tuple[int, float]]:
+    """Return (step, value) of a metric in a ledger's order."""
+    return [(line.step, line.metrics[metric]) for line in ledger.lines if metric in line.metrics]
+
+
+STYLES = ("a", "b", "c")
+"""Classes of report.css, in the order of the legs."""
+
+
+def line_chart(title: str, series: Series, mark: int | None = None) -> str:
+    """Return one chart; the second leg is dashed over the first, so that identity can be seen.
 
     A value that is not finite is left out of the line and counted in the title.
+
+    Args:
+        title: Stands above the chart.
+        series: A line a leg.
+        mark: Step of the first difference, drawn as a vertical line.
     """
     finite = {
         name: [(step, value) for step, value in points if math.isfinite(value)]
@@ -26,34 +49,42 @@ def line_chart(title: str, series: Series) -> str:
     values = [value for points in finite.values() for _, value in points]
     steps = [step for points in finite.values() for step, _ in points]
     if not values:
-        return f'<div class="chart">{label}: no values</div>\n'
+        return f'<div class="chart"><p>{label}: no values</p></div>\n'
     low, high = min(values), max(values)
-    span = (high - low) or 1.0
     first, last = min(steps), max(steps)
-    width = (last - first) or 1
 
-    def place(step: int, value: float) -> str:
-        x = LEFT + (WIDTH - LEFT - 8) * (step - first) / width
-        y = TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - low) / span)
-        return f"{x:.1f},{y:.1f}"
+    def x(step: int) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / ((last - first) or 1)
+
+    def y(value: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - low) / ((high - low) or 1.0))
 
     lines = "".join(
-        f'<polyline class="leg-{"ab"[index % 2]}" points="'
-        f'{" ".join(place(step, value) for step, value in points)}"/>'
+        f'<polyline class="leg-{STYLES[index % len(STYLES)]}" points="'
+        f'{" ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)}"/>'
         for index, points in enumerate(finite.values())
     )
     keys = " ".join(
-        f'<span class="key-{"ab"[index % 2]}">{escape(name)}</span>'
+        f'<span class="key-{STYLES[index % len(STYLES)]}">{escape(name)}</span>'
         for index, name in enumerate(finite)
     )
-    base = HEIGHT - BOTTOM
+    levels = sorted({low, (low + high) / 2, high})
+    grid = "".join(
+        f'<line class="grid" x1="{LEFT}" y1="{y(level):.1f}" x2="{WIDTH - RIGHT}" '
+        f'y2="{y(level):.1f}"/><text x="{LEFT - 6}" y="{y(level) + 3:.1f}" text-anchor="end">'
+        f"{level:.3g}</text>"
+        for level in levels
+    )
+    marked = ""
+    if mark is not None and first <= mark <= last:
+        marked = (
+            f'<line class="mark" x1="{x(mark):.1f}" y1="{TOP}" x2="{x(mark):.1f}" '
+            f'y2="{HEIGHT - BOTTOM}"/>'
+        )
     return (
-        f'<div class="chart">{label} {keys}\n<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(title)}">'
-        f'<line class="axis" x1="{LEFT}" y1="{base}" x2="{WIDTH - 8}" y2="{base}"/>'
-        f'<line class="axis" x1="{LEFT}" y1="{TOP}" x2="{LEFT}" y2="{base}"/>'
-        f'<text x="0" y="{TOP + 8}">{high:.4g}</text><text x="0" y="{base}">{low:.4g}</text>'
-        f'<text x="{LEFT}" y="{HEIGHT - 4}">{first}</text>'
-        f'<text x="{WIDTH - 8}" y="{HEIGHT - 4}" text-anchor="end">{last}</text>'
-        f"{lines}</svg></div>\n"
+        f'<div class="chart"><p>{label} <span class="keys">{keys}</span></p>\n'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{grid}'
+        f'<text x="{LEFT}" y="{HEIGHT - 5}">step {first}</text>'
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">{last}</text>'
+        f"{marked}{lines}</svg></div>\n"
     )

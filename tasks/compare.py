@@ -33,6 +33,27 @@ class LegResult:
     """Whether the leg claims nothing about alignment (`plan.gates.logprobs=report`) and nothing
     else was red: it is Vacuous alone, and in a twin the comparison alone decides."""
 
+    @classmethod
+    def failed(
+        cls, leg: str, reason: str, *, verdict: Verdict = Verdict.ENGINE_FAILURE, last_step: int = 0
+    ) -> LegResult:
+        """Return the result of a leg that has none of its own."""
+        return cls(
+            leg=leg,
+            verdict=verdict,
+            reason=reason,
+            chain_digest="",
+            last_step=last_step,
+            gates={},
+            processes={},
+            cached_stages=0,
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LegResult:
+        """Return what `dataclasses.asdict` and JSON have made of a result."""
+        return cls(**{**values, "verdict": Verdict(values["verdict"])})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:

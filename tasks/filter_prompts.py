@@ -60,7 +60,8 @@ def filter_prompts(session_name: str, weights: ArtifactRef, *, again: bool = Tru
     _, _, prompts = opened.engines()
     opened.prompts = prompt_filter.narrowed(prompts, kept)
     write_spec(opened.folder, opened.spec)
-    write_spec(opened.run_dir, opened.spec)
+    if spec.filter.kept_digest is None:  # the first leg resolves the run's spec
+        write_spec(opened.run_dir, opened.spec)
     return ArtifactRef(uri=str(path), kind="prompts", digest=digest)
 
 

@@ -1,6 +1,6 @@
-"""One self-contained HTML page about a run: the same bits in, the same file out.
+"""One self-contained HTML page about a run or a comparison: the same bits in, the same file out.
 
-Everything is read from the run folder; nothing is fetched, and no clock, host or path outside of it
+Everything is read from run folders; nothing is fetched, and no clock, host or path outside of them
 is read. Light and dark; readable on a phone.
 
     (run / "report.html").write_text(render(run, details))
@@ -8,256 +8,324 @@ is read. Light and dark; readable on a phone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from engines.contracts import PROBES
-from engines.provenance.ledger import Ledger, LedgerLine, read_ledger
-from engines.provenance.lock import read_lock
-from engines.provenance.verdict import Verdict
+from engines.provenance.completion_diff import common_prefix
+from engines.provenance.ledger import Ledger, read_ledger
+from engines.provenance.lock import LOCK_FILE, LockRow, read_lock
 from engines.runs import legs, read_json
-from tasks.charts import line_chart
-from tasks.samples_table import read_json_lines
+from tasks.charts import CURVES, curve, line_chart
+from tasks.compared_amounts import compared_amounts
+from tasks.html_divergence import completion_card, divergence_card, equal_chip, strip
+from tasks.html_night import night_section
+from tasks.html_page import Raw, chip, page, section, size, table, tiles, tone_of
+from tasks.samples_table import newest_samples
 
-CHARTS = (
-    ("reward/mean", "mean reward"),
-    ("train/grad_norm", "gradient norm"),
-    ("gate/logprob_abs_diff/max", "largest log-prob difference"),
-)
 SHOWN_SAMPLES = 3
-SHORT_CELL = 18
-"""A table cell of at most this many characters is not broken."""
-STRIP_COLUMNS = 120
-"""Longer runs share a column among several updates; one that differs makes it red."""
+CONTROLS = ("native control", "stock control")
+"""Gates that show that another gate can be red; the first must be Misaligned."""
+DIFFERENCES = ("identity", "plan", "execution", "environment")
+"""What can differ in what went into two legs."""
 
 
 def render(folder: Path, details: Mapping[str, Any]) -> str:
     """Return the page for the run in `folder` with the outcome `details` (verdict.json)."""
-    names = legs(folder)
-    ledgers = {name: read_ledger(folder / name) for name in names}
-    style = (Path(__file__).with_name("report.css")).read_text(encoding="utf-8")
-    script = (Path(__file__).with_name("report.js")).read_text(encoding="utf-8")
-    parts = [
-        _verdict(details),
-        _divergence(details),
-        _strip(ledgers),
-        _charts(ledgers),
-        _gates(details),
-        _samples(folder, names),
-        _differences(details),
-        _stages(folder, names),
-        _environment(folder, names),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(details['verdict'])}: {escape(details['run_id'])}</title>\n"
-        f"<style>\n{style}</style></head>\n<body>\n{''.join(parts)}"
-        f"<script>\n{script}</script>\n</body></html>\n"
+    found = {name: folder / name for name in legs(folder)}
+    return render_legs(found, details, sides=[f"{details['run_id']}/{name}" for name in found])
+
+
+def render_legs(
+    found: Mapping[str, Path], details: Mapping[str, Any], *, sides: Sequence[str]
+) -> str:
+    """Return the page about some legs, of which the first two are compared.
+
+    Args:
+        found: Name of each leg -> its folder.
+        details: `verdict`, `headline`, `run_id`, `chain_digest`, `comparison` or None, and of a
+            comparison of several legs its `pairs`.
+        sides: The legs as `lockstep diff` takes them.
+    """
+    ledgers = {name: read_ledger(path) for name, path in found.items()}
+    comparison = details.get("comparison") or {}
+    first = comparison.get("first")
+    body = "".join(
+        (
+            _verdict(details),
+            _compared(found, comparison),
+            _pairs(details),
+            night_section(details),
+            divergence_card(comparison, sides[:2]),
+            completion_card(comparison),
+            strip(ledgers),
+            _charts(ledgers, mark=first["step"] if first else None),
+            _gates(found, details),
+            _samples(found),
+            _differences(comparison),
+            _stages(found),
+            _environment(found),
+        )
     )
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: int = 0) -> str:
-    """Return a table; the last `numbers` columns are set as figures."""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = []
-    for row in rows:
-        kinds = ["short" if len(str(cell)) <= SHORT_CELL else "long" for cell in row]
-        kinds[len(row) - numbers :] = ["number"] * numbers
-        cells = [
-            f'<td class="{kind}">{escape(str(cell))}</td>'
-            for kind, cell in zip(kinds, row, strict=True)
-        ]
-        body.append(f"<tr>{''.join(cells)}</tr>\n")
-    return f'<div class="wide"><table><tr>{top}</tr>\n{"".join(body)}</table></div>\n'
+    return page(f"{details['verdict']}: {details['run_id']}", body)
 
 
 def _verdict(details: Mapping[str, Any]) -> str:
-    green = Verdict(details["verdict"]).is_green
-    lines = [f"run <code>{escape(details['run_id'])}</code>"]
-    if details["chain_digest"]:
-        lines.append(f"chain <code>{escape(details['chain_digest'])}</code>")
-    alignment, native = details.get("alignment"), details.get("native_control")
-    if alignment:
-        lines.append(
-            f"alignment: max <b>{alignment['max_abs_diff']}</b> over {alignment['num_tokens']} "
-            f"tokens, {alignment['exact_fraction']:.2%} exactly equal"
-        )
-    if native:
-        lines.append(
-            f"beside it, vLLM's native ops: {escape(native['verdict'])}, max "
-            f"{escape(str(native['max_abs_diff']))}"
-        )
-    cached = {name: leg["cached_stages"] for name, leg in details["legs"].items()}
-    lines.append("cached stages: " + ", ".join(f"{leg} {n}" for leg, n in cached.items()))
-    body = "<br>\n".join(lines)
-    return (
-        f'<div class="band {"green" if green else "red"}"><h1>{escape(details["verdict"])}</h1>\n'
-        f"<p>{escape(details['headline'])}</p>\n<p class=soft>{body}</p></div>\n"
-    )
-
-
-def _divergence(details: Mapping[str, Any]) -> str:
-    first = (details.get("comparison") or {}).get("first")
-    if not first:
-        return ""
-    rows = [(key, value) for key, value in first.items() if value is not None]
-    run = details["run_id"]
-    commands = f"lockstep diff {run}/a {run}/b\nlockstep show {run}"
-    return (
-        f'<h2>First divergence</h2>\n<div class="card">{table(("", ""), rows)}'
-        f"<pre>{escape(commands)}</pre></div>\n"
-    )
-
-
-def _strip(ledgers: Mapping[str, Ledger]) -> str:
-    """Steps across, probes down; a cell is green where both legs have one root."""
-    if len(ledgers) < 2:
-        return ""
-    (name_a, a), (name_b, b) = list(ledgers.items())[:2]
-    pairs = list(zip_longest(a.lines, b.lines))
-    size = -(-len(pairs) // STRIP_COLUMNS)
-    columns = [pairs[index : index + size] for index in range(0, len(pairs), size)]
-    seen = False
-    cells: dict[str, list[str]] = {probe: [] for probe in PROBES}
-    for column in columns:
-        for probe in PROBES:
-            state, text = _cell(column, probe)
-            if state == "differs" and seen:
-                state = "after"
-            seen = seen or state == "differs"
-            cells[probe].append(
-                f'<td><button class="{state}" title="{escape(text)}" data-text="{escape(text)}">'
-                "</button></td>"
-            )
+    facts = [("run", details["run_id"]), ("chain digest", details["chain_digest"])]
     rows = "".join(
-        f"<tr><th>{probe}</th>{''.join(buttons)}</tr>\n" for probe, buttons in cells.items()
+        f"<dt>{name}</dt><dd><code>{escape(str(value))}</code></dd>"
+        for name, value in facts
+        if value
     )
     return (
-        f"<h2>Legs {escape(name_a)} and {escape(name_b)}, update by update</h2>\n"
-        f'<div class="wide strip"><table>{rows}</table></div>\n'
-        '<p id="picked" class="mono soft">Click a cell: step, probe, both roots.</p>\n'
+        f'<header class="band {tone_of(details["verdict"])}">'
+        f"<h1>{escape(details['verdict'])}</h1>\n<p>{escape(details['headline'])}</p>\n"
+        f"<dl>{rows}</dl></header>\n"
     )
 
 
-def _cell(
-    column: Sequence[tuple[LedgerLine | None, LedgerLine | None]], probe: str
-) -> tuple[str, str]:
-    state, text = "absent", ""
-    for x, y in column:
-        line = x or y
-        assert line is not None
-        root_x = x.roots.get(probe) if x else None
-        root_y = y.roots.get(probe) if y else None
-        if root_x is None and root_y is None:
-            continue
-        where = f"step {line.step} update {line.update} {probe}: {root_x} | {root_y}"
-        if x is None or y is None:
-            text = text or where
-        elif root_x != root_y:
-            return "differs", where
-        else:
-            state, text = "equal", where
-    return state, text or f"{probe}: not in this update"
-
-
-def _charts(ledgers: Mapping[str, Ledger]) -> str:
-    charts = []
-    for metric, title in CHARTS:
-        series = {
-            leg: [
-                (line.step, line.metrics[metric]) for line in ledger.lines if metric in line.metrics
-            ]
-            for leg, ledger in ledgers.items()
-        }
-        charts.append(line_chart(title, series))
-    return f'<h2>Curves</h2>\n<div class="charts">{"".join(charts)}</div>\n'
-
-
-def _gates(details: Mapping[str, Any]) -> str:
-    rows = [
-        (leg, gate, facts["verdict"], facts["summary"])
-        for leg, found in details["legs"].items()
-        for gate, facts in found["gates"].items()
+def _compared(found: Mapping[str, Path], comparison: Mapping[str, Any]) -> str:
+    """What the verdict rests on, in numbers."""
+    stages = [row for rows in _locks(found).values() for row in rows]
+    reused = ("stages from a cache", f"{sum(row.cached for row in stages)} of {len(stages)}")
+    if not comparison or not comparison.get("compared"):
+        return section("What was looked at", tiles([reused])) if stages else ""
+    compared = comparison["compared"]
+    amounts = compared_amounts(
+        next(iter(found.values())),
+        updates=compared["updates"],
+        first_probe=(comparison.get("first") or {}).get("probe"),
+    )
+    figures = [
+        ("steps in common", str(comparison["common_steps"])),
+        ("updates equal", str(compared["updates"])),
+        ("digests equal", f"{compared['tensors']:,}"),
+        ("tokens under them", f"{amounts.tokens:,}"),
     ]
-    return f"<h2>Gates and their controls</h2>\n{table(('leg', 'gate', 'found', 'figure'), rows)}"
+    if amounts.tensor_bytes is not None:
+        figures.append(("tensors under them", size(amounts.tensor_bytes)))
+    note = "In each leg, up to the first difference."
+    return section("What was compared", tiles([*figures, *([reused] if stages else [])]), note=note)
 
 
-def _samples(folder: Path, names: Sequence[str]) -> str:
+def _pairs(details: Mapping[str, Any]) -> str:
+    """Each leg against the first, where a comparison has several."""
+    pairs = details.get("pairs", ())
+    if len(pairs) < 2:
+        return ""
+    rows = [
+        (pair["a"], pair["b"], chip(pair["verdict"], tone_of(pair["verdict"])), pair["headline"])
+        for pair in pairs
+    ]
+    return section("Each against the first", table(("a", "b", "found", "what"), rows))
+
+
+def _charts(ledgers: Mapping[str, Ledger], *, mark: int | None) -> str:
+    charts = [
+        line_chart(title, {leg: curve(ledger, metric) for leg, ledger in ledgers.items()}, mark)
+        for metric, title in CURVES
+    ]
+    return section("Curves", f'<div class="charts">{"".join(charts)}</div>\n')
+
+
+def _gates(found: Mapping[str, Path], details: Mapping[str, Any]) -> str:
+    """Every gate once, with the legs that found the same; controls under what they belong to."""
+    by_result: dict[tuple[bool, str, str, str, bool], list[str]] = {}
+    for leg, path in found.items():
+        for gate, facts in read_json_or(path / "gates.json", {}).items():
+            key = (
+                gate in CONTROLS,
+                gate,
+                facts["verdict"],
+                facts["summary"],
+                facts.get("holds", True),
+            )
+            by_result.setdefault(key, []).append(leg)
+    rows = [
+        (
+            gate,
+            " ".join(names),
+            Raw(chip(verdict, "green" if holds else "red") + (_expected(gate) if control else "")),
+            summary,
+        )
+        for (control, gate, verdict, summary, holds), names in sorted(by_result.items())
+    ]
+    if not rows:
+        return ""
+    body = table(("gate", "legs", "found", "figure"), rows)
+    return section("Gates and their controls", _beside(details) + body)
+
+
+def _expected(gate: str) -> str:
+    text = "must differ" if gate == "native control" else "must be near"
+    return f' <span class="soft">control, {text}</span>'
+
+
+def _beside(details: Mapping[str, Any]) -> str:
+    """The gate's figure and, beside it, what vLLM's own ops give."""
+    alignment, native = details.get("alignment"), details.get("native_control")
+    if not alignment:
+        return ""
+    cells = [
+        (
+            str(alignment["max_abs_diff"]),
+            f"largest log-prob difference, {alignment['num_tokens']:,} tokens, "
+            f"{alignment['exact_fraction']:.2%} exactly equal",
+        )
+    ]
+    if native:
+        cells.append((str(native["max_abs_diff"]), "beside it: vLLM's native ops on these weights"))
+    boxes = "".join(f"<div><b>{escape(a)}</b><span>{escape(b)}</span></div>" for a, b in cells)
+    return f'<div class="beside">{boxes}</div>\n'
+
+
+def _samples(found: Mapping[str, Path]) -> str:
     """The first samples of the last step that all legs have, side by side."""
-    by_leg = {name: read_json_lines(folder / name / "samples.jsonl") for name in names}
+    by_leg = {name: newest_samples(path / "samples.jsonl") for name, path in found.items()}
     steps = [{row["step"] for row in rows} for rows in by_leg.values()]
     common = set.intersection(*steps) if steps else set()
     if not common:
         return ""
     last = max(common)
-    chosen = {
-        name: [row for row in rows if row["step"] == last][:SHOWN_SAMPLES]
-        for name, rows in by_leg.items()
-    }
-    cards = []
-    for rows in zip(*chosen.values(), strict=False):
-        sides = "".join(
-            f"<div><b>leg {escape(name)}</b> reward {row['reward']:.3f}, "
-            f"{escape(row['finish_reason'])}<pre>{escape(row['completion'])}</pre></div>"
-            for name, row in zip(chosen, rows, strict=True)
-        )
-        cards.append(
-            f"<p class=soft>{escape(rows[0]['request_id'])}</p>"
-            f'<pre>{escape(rows[0]["prompt"])}</pre>\n<div class="pair">{sides}</div>\n'
-        )
-    return f"<h2>Completions of step {last}</h2>\n{''.join(cards)}"
-
-
-def _differences(details: Mapping[str, Any]) -> str:
-    comparison = details.get("comparison") or {}
-    found = [
-        (kind, field, left, right)
-        for kind in ("identity", "environment")
-        for field, left, right in comparison.get(f"{kind}_differences", ())
+    chosen = [
+        [row for row in rows if row["step"] == last][:SHOWN_SAMPLES] for rows in by_leg.values()
     ]
+    cards = "".join(_sample(list(by_leg), rows) for rows in zip(*chosen, strict=False))
+    body = f'<div class="samples">{cards}</div>\n'
+    return section(f"Completions of step {last}", body, note="The first of the last common step.")
+
+
+def _sample(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    texts = [row["completion"] for row in rows]
+    equal = len(set(texts)) == 1
+    shown = equal_chip(equal) if len(rows) > 1 else ""
+    sides = []
+    for name, row in zip(names, rows, strict=True):
+        text = row["completion"]
+        marked = escape(text)
+        if not equal:
+            at = min(common_prefix(text, other) for other in texts if other != text)
+            marked = f"{escape(text[:at])}<mark>{escape(text[at : at + 1])}</mark>"
+            marked += escape(text[at + 1 :])
+        sides.append(
+            f'<div class="leg"><b>{escape(name)}</b> reward {row["reward"]:.3f}, '
+            f"{escape(row['finish_reason'])}<pre>{marked}</pre></div>"
+        )
+    return (
+        f'<article><p class="soft">{escape(rows[0]["request_id"])} {shown}</p>'
+        f"<pre>{escape(rows[0]['prompt'])}</pre>\n{''.join(sides)}</article>\n"
+    )
+
+
+def _differences(comparison: Mapping[str, Any]) -> str:
+    """Only what differs in what went in."""
     if not comparison:
         return ""
-    if not found:
-        return "<h2>What differed in what went in</h2>\n<p>Nothing.</p>\n"
-    head = ("kind", "field", "a", "b")
-    return f"<h2>What differed in what went in</h2>\n{table(head, found)}"
-
-
-def _stages(folder: Path, names: Sequence[str]) -> str:
     rows = [
-        (
-            leg,
-            row.stage,
-            row.attempt,
-            "yes" if row.cached else "no",
-            ", ".join(f"{kind} {digest[:12]}" for kind, digest in sorted(row.outputs.items())),
-            f"{row.ambient['seconds']:.1f}",
+        (kind, field, left, right)
+        for kind in DIFFERENCES
+        for field, left, right in comparison.get(f"{kind}_differences", ())
+    ]
+    if not rows:
+        return section("What went in differently", "<p>Nothing.</p>\n")
+    note = "Of what decides bits and what does not. Where bits differ, these are the suspects."
+    body = table(("kind", "field", "a", "b"), rows)
+    return section("What went in differently", body, note=note)
+
+
+def _locks(found: Mapping[str, Path]) -> dict[str, tuple[LockRow, ...]]:
+    return {
+        name: read_lock(path) if (path / LOCK_FILE).is_file() else ()
+        for name, path in found.items()
+    }
+
+
+def _stages(found: Mapping[str, Path]) -> str:
+    """A row a stage, with what each leg put out, whether it was reused, and how long it took."""
+    by_stage: dict[tuple[str, int], dict[str, LockRow]] = {}
+    for leg, stages in _locks(found).items():
+        counts: dict[str, int] = {}
+        for row in stages:
+            counts[row.stage] = counts.get(row.stage, 0) + 1
+            by_stage.setdefault((row.stage, counts[row.stage]), {})[leg] = row
+    rows = []
+    for (stage, _), by_leg in by_stage.items():
+        outputs = {leg: _outputs(row) for leg, row in by_leg.items()}
+        rows.append(
+            (
+                stage,
+                Raw("<br>".join(dict.fromkeys(outputs.values()))),
+                _agree(outputs, len(found)),
+                _each({leg: "yes" if row.cached else "no" for leg, row in by_leg.items()}),
+                _each({leg: str(row.attempt) for leg, row in by_leg.items()}),
+                " | ".join(f"{row.ambient['seconds']:.1f}" for row in by_leg.values()),
+            )
         )
-        for leg in names
-        for row in read_lock(folder / leg)
-    ]
-    head = ("leg", "stage", "attempt", "cached", "outputs", "seconds")
-    return f"<h2>Stages</h2>\n{table(head, rows, numbers=1)}"
-
-
-def _environment(folder: Path, names: Sequence[str]) -> str:
-    found = [
-        read_json(folder / name / "environment.json")
-        for name in names
-        if (folder / name / "environment.json").is_file()
-    ]
-    if not found:
+    if not rows:
         return ""
-    facts = found[0].get("trainer", {})
-    rows = [
-        *facts.get("versions", {}).items(),
-        *((f"cpu {key}", value) for key, value in facts.get("cpu", {}).items()),
-        *((f"torch {key}", value) for key, value in facts.get("torch", {}).items()),
-        ("code digest", facts.get("code_digest")),
-        ("environment fingerprint", found[0].get("fingerprint")),
-    ]
-    return f"<h2>Environment of the trainer</h2>\n{table(('fact', 'value'), rows)}"
+    head = ("stage", "outputs", "legs", "cached", "attempt", "seconds")
+    return section("Stages", table(head, rows, numbers=1))
+
+
+def _outputs(row: LockRow) -> str:
+    found = (f"{kind} {digest[:16]}" for kind, digest in sorted(row.outputs.items()))
+    return "<br>".join(f"<code>{escape(text)}</code>" for text in found)
+
+
+def _agree(outputs: Mapping[str, str], num_legs: int) -> Raw:
+    if len(outputs) < num_legs or num_legs == 1:
+        return Raw(escape(" ".join(outputs)))
+    if not any(outputs.values()):
+        return Raw(escape(" ".join(outputs)))
+    return equal_chip(len(set(outputs.values())) == 1)
+
+
+def _each(values: Mapping[str, str]) -> str:
+    """One value where all legs have it, else one a leg."""
+    different = list(dict.fromkeys(values.values()))
+    if len(different) == 1:
+        return different[0]
+    return ", ".join(f"{leg} {value}" for leg, value in values.items())
+
+
+def _environment(found: Mapping[str, Path]) -> str:
+    """What the first leg's trainer really had, and how its rollout engines differ from it."""
+    environment = next(
+        (
+            read_json(path / "environment.json")
+            for path in found.values()
+            if (path / "environment.json").is_file()
+        ),
+        None,
+    )
+    if environment is None:
+        return ""
+    rows = [(name, _text(value)) for name, value in _facts(environment)]
+    note = "Read back inside the engine processes of the first leg."
+    return section("Environment", table(("fact", "value"), rows), note=note)
+
+
+def _facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    trainer = environment.get("trainer", {})
+    yield from trainer.get("versions", {}).items()
+    for group in ("cpu", "cuda", "torch"):
+        values = trainer.get(group)
+        if isinstance(values, Mapping):
+            yield from ((f"{group} {key}", value) for key, value in values.items())
+    for key, value in trainer.get("variables", {}).items():
+        if value is not None:
+            yield key, value
+    for name, engine in environment.get("rollout", {}).items():
+        yield f"{name} ops replaced", engine.get("shared_ops", ())
+    yield "code digest", trainer.get("code_digest")
+    yield "environment fingerprint", environment.get("fingerprint")
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def read_json_or(path: Path, other: Any) -> Any:
+    """Read a JSON file; `other` where there is none."""
+    return read_json(path) if path.is_file() else other

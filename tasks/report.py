@@ -15,15 +15,23 @@ from prefect.context import FlowRunContext
 
 from engines.runs import legs, read_json
 from tasks.compare import Outcome
-from tasks.html_report import render
+from tasks.html_report import render_legs
+from tasks.plots import write_plots
 
 
-def publish(folder: Path, outcome: Outcome, *, mlflow_page: str | None = None) -> None:
-    """Attach `verdict`, `stages` and `mlflow` to the current flow run, and write both pages.
+def publish(
+    folder: Path,
+    outcome: Outcome,
+    *,
+    found: Mapping[str, Path] | None = None,
+    mlflow_page: str | None = None,
+) -> None:
+    """Attach `verdict`, `stages` and `mlflow` to the current flow run; write pages and plots.
 
     Args:
         folder: The run folder.
         outcome: How the run ended.
+        found: Name of each leg -> its folder, where a comparison is of legs elsewhere.
         mlflow_page: Address of the run in MLflow; None where its store is a file, and then the
             command that shows it is attached.
     """
@@ -31,11 +39,18 @@ def publish(folder: Path, outcome: Outcome, *, mlflow_page: str | None = None) -
     details = read_json(folder / "verdict.json")
     text = markdown(details)
     (folder / "report.md").write_text(text, encoding="utf-8")
-    (folder / "report.html").write_text(render(folder, details), encoding="utf-8")
+    places = {name: folder / name for name in legs(folder)} if found is None else found
+    sides = list(places) if found else [f"{details['run_id']}/{name}" for name in places]
+    page = render_legs(places, details, sides=sides)
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    if places:
+        write_plots(folder / "plots", places, details.get("comparison") or {})
     if FlowRunContext.get() is None:
         return
     create_markdown_artifact(key="verdict", markdown=text, description=outcome.headline)
-    create_table_artifact(key="stages", table=stage_rows(folder), description="Stages of all legs")
+    if legs(folder):
+        rows = stage_rows(folder)
+        create_table_artifact(key="stages", table=rows, description="Stages of all legs")
     command = outcome.details.get("mlflow_command")
     if mlflow_page:
         create_link_artifact(key="mlflow", link=mlflow_page, link_text=folder.name)
@@ -51,17 +66,31 @@ def markdown(details: Mapping[str, Any]) -> str:
         str(details["headline"]),
         "",
         f"- run `{details['run_id']}`",
-        f"- chain digest `{details['chain_digest']}`",
     ]
+    if details["chain_digest"]:
+        lines.append(f"- chain digest `{details['chain_digest']}`")
     if details["first_divergence"]:
         lines.append(f"- first divergence: {details['first_divergence']}")
+    if night := details.get("night"):
+        lines += [f"- {row['name']}: {row['label']}" for row in night["rows"]]
+        lines += [f"- first suspect: {night['first_suspect']}"] if night["first_suspect"] else []
     if details.get("mlflow_command"):
         lines.append(f"- MLflow: `{details['mlflow_command']}`")
+    pairs = details.get("pairs", ())
+    if pairs:
+        lines += ["", "| a | b | verdict | what |", "| --- | --- | --- | --- |"]
+        lines += [_row(p["a"], p["b"], p["verdict"], p["headline"]) for p in pairs]
+        return "\n".join(lines) + "\n"
     lines += ["", "| leg | gate | verdict | figure |", "| --- | --- | --- | --- |"]
     for name, leg in details["legs"].items():
         for gate, facts in leg["gates"].items():
-            lines.append(f"| {name} | {gate} | {facts['verdict']} | {facts['summary']} |")
+            lines.append(_row(name, gate, facts["verdict"], facts["summary"]))
     return "\n".join(lines) + "\n"
+
+
+def _row(*cells: str) -> str:
+    """One row of a table; a bar inside a cell would end it."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def stage_rows(folder: Path) -> list[dict[str, Any]]:

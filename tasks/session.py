@@ -36,6 +36,7 @@ from engines.train.group import TrainerGroup, trainer_env
 from engines.train.registry import check_supported
 from model_specs.errors import EngineError
 from model_specs.run_spec import RunSpec
+from model_specs.variation import Variation
 
 logger = logging.getLogger("lockstep")
 
@@ -60,6 +61,8 @@ class LegSession:
     placement: Mapping[str, Gpu] = field(default_factory=dict)
     """Process name -> GPU; empty on CPU."""
     flip: Flip | None = None
+    variation: Variation | None = None
+    """What the leg is run under on purpose; recorded, never compared."""
     trainer: TrainerGroup | None = None
     rollout: RolloutGroup | None = None
     prompts: PromptSet | None = None
@@ -176,6 +179,8 @@ class LegSession:
         if self.rollout is not None:
             environment["rollout"] = self.rollout.environment()
         self._check_placement()
+        if self.variation is not None:
+            environment["ambient"] = {"variation": self.variation.model_dump()}
         self.environment = environment_fingerprint(environment)
         write_json(
             self.folder / "environment.json", {**environment, "fingerprint": self.environment}
@@ -206,6 +211,7 @@ def leg_session(
     leg: str,
     fence: Fence,
     flip: Flip | None = None,
+    variation: Variation | None = None,
     with_rollout: bool = True,
 ) -> Iterator[LegSession]:
     """Open the session of one leg: cluster and empty engine processes; ends them on the way out.
@@ -253,6 +259,7 @@ def leg_session(
             processes=identities([*rollout_hosts, *trainer_hosts]),
             placement=placement,
             flip=flip,
+            variation=variation,
         )
         guard.look()
         _OPEN[name] = session

@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 
-from engines.contracts import ArtifactRef
+from engines.contracts import ArtifactRef, SegmentResult
 from engines.provenance.lock import LockRow, append_row
 from model_specs.fingerprint import trajectory_fingerprint
 from tasks.session import session
@@ -77,15 +77,30 @@ def _record(
             attempt=opened.fence.token,
             cached=reused,
             environment=opened.environment,
-            ambient={"started_at": started, "seconds": round(time.time() - started, 3)},
+            ambient={
+                "started_at": started,
+                "seconds": round(time.time() - started, 3),
+                **_steps(args, result),
+            },
         ),
     )
 
 
+def _steps(args: tuple[Any, ...], result: Any) -> dict[str, tuple[int, int]]:
+    """The steps of the segment that went in or came out, where there is one."""
+    for value in (result, *args):
+        if isinstance(value, SegmentResult):
+            return {"steps": (value.start_step, value.end_step)}
+    return {}
+
+
 def _artifacts(value: Any) -> Iterator[tuple[str, str]]:
-    """Kind -> digest of every artifact inside nested containers and records."""
+    """Kind -> digest of every artifact and segment inside nested containers and records."""
     if isinstance(value, ArtifactRef):
         yield value.kind, value.digest
+    elif isinstance(value, SegmentResult):
+        yield "state", value.state_digest
+        yield "chain", value.chain_digest
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for item in dataclasses.fields(value):
             yield from _artifacts(getattr(value, item.name))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.environment import environment_fingerprint
+from engines.environment import device_class, environment_fingerprint
 from engines.provenance.verdict import Verdict
 from model_specs.errors import ArtifactError
 from model_specs.fingerprint import flattened, plan_fingerprint, trajectory_fingerprint
@@ -60,6 +60,11 @@ class TrackedFolder:
     spec: RunSpec
     verdict: Mapping[str, Any] = field(default_factory=dict)
     legs: tuple[Leg, ...]
+
+    @property
+    def kind(self) -> str:
+        """`run`, or `comparison` for the folder of a comparison, which has no legs of its own."""
+        return str(self.verdict.get("kind", "run"))
 
 
 def read_run_folder(run_dir: Path) -> TrackedFolder:
@@ -162,17 +167,32 @@ def spec_tags(spec: RunSpec) -> dict[str, str]:
     }
 
 
-def leg_tags(leg: Leg) -> dict[str, str]:
-    """Return environment fingerprint and newest chain digest, as far as they are there."""
+def leg_tags(leg: Leg, *, device: str) -> dict[str, str]:
+    """Return what legs are found by: environment, device class, code, newest chain digest.
+
+    Each as far as it is there.
+    """
     tags = {}
     environment = leg.folder / "environment.json"
     if environment.exists():
-        tags["lockstep.environment_fingerprint"] = environment_fingerprint(_read_json(environment))
-    lines = read_json_lines(leg.folder / "ledger.jsonl")
-    chains = [str(line["chain"]) for line in lines if "chain" in line]
-    if chains:
-        tags["lockstep.chain_digest"] = chains[-1]
+        facts = _read_json(environment)
+        tags["lockstep.environment_fingerprint"] = environment_fingerprint(facts)
+        trainer = facts.get("trainer", {})
+        if "cpu" in trainer:
+            tags["lockstep.device_class"] = device_class(device, trainer)
+        if "code_digest" in trainer:
+            tags["lockstep.code_digest"] = str(trainer["code_digest"])
+    chain = newest_chain(leg.folder)
+    if chain is not None:
+        tags["lockstep.chain_digest"] = chain
     return tags
+
+
+def newest_chain(leg_folder: Path) -> str | None:
+    """Return the chain digest of the newest update; None for a ledger without one."""
+    lines = read_json_lines(leg_folder / "ledger.jsonl")
+    chains = [str(line["chain"]) for line in lines if "chain" in line]
+    return chains[-1] if chains else None
 
 
 def verdict_tags(verdict: Mapping[str, Any]) -> dict[str, str]:
@@ -180,35 +200,46 @@ def verdict_tags(verdict: Mapping[str, Any]) -> dict[str, str]:
     if not verdict:
         return {"lockstep.verdict": "none yet"}
     first = verdict.get("first_divergence")
+    sides = [str(side["label"]) for side in verdict.get("sides", ())]
     tags = {
+        **({"lockstep.compared": " ".join(sides)} if sides else {}),
         "lockstep.verdict": str(verdict.get("verdict")),
         "lockstep.first_divergence": "none" if first is None else _text(first),
     }
     if "chain_digest" in verdict:
         tags["lockstep.chain_digest"] = _text(verdict["chain_digest"])
+    if night := verdict.get("night"):  # by these tonight finds the last green one
+        tags["lockstep.night"] = "true"
+        tags["lockstep.device_class"] = str(night["device_class"])
+        tags["lockstep.first_suspect"] = str(night["first_suspect"] or "none")
     return tags
 
 
 def verdict_points(verdict: Mapping[str, Any]) -> list[tuple[str, int, float]]:
     """Return (metric, step, value) of `repro/*`; none when the verdict compared nothing.
 
-    `repro/identical` is 1 for each step before the first difference and 0 at it, so that a chart
-    shows where it drops. `repro/max_ulp` is the largest distance at the first difference, where it
-    is known.
+    `repro/identical` is 1 for each step before the first difference and 0 from it on, so that a
+    chart shows where it drops. `repro/max_ulp` is 0 where all bits are equal, and at the first
+    difference the largest distance, where it is known.
     """
     comparison = verdict.get("comparison") or {}
     outcome = comparison.get("verdict")
     if outcome not in (Verdict.IDENTICAL, Verdict.DIVERGED):
         return []
     first = comparison.get("first") if outcome == Verdict.DIVERGED else None
-    last_equal = int(first["step"]) - 1 if first else int(comparison["common_steps"])
-    points = [("repro/identical", step, 1.0) for step in range(1, last_equal + 1)]
-    if outcome == Verdict.IDENTICAL:
-        return [*points, ("repro/max_ulp", last_equal, 0.0)]
-    points.append(("repro/identical", last_equal + 1, 0.0))
-    if first and first.get("max_ulp") is not None:
-        points.append(("repro/max_ulp", last_equal + 1, float(first["max_ulp"])))
+    start = int(comparison.get("start_step", 0))
+    last = start + int(comparison["common_steps"])
+    differs_at = int(first["step"]) if first else last + 1
+    equal = range(start + 1, min(differs_at, last + 1))
+    points = [(name, step, value) for step in equal for name, value in _EQUAL_POINTS]
+    if first:
+        points += [("repro/identical", step, 0.0) for step in range(differs_at, last + 1)]
+        if first.get("max_ulp") is not None:
+            points.append(("repro/max_ulp", differs_at, float(first["max_ulp"])))
     return points
+
+
+_EQUAL_POINTS = (("repro/identical", 1.0), ("repro/max_ulp", 0.0))
 
 
 def run_status(verdict: Mapping[str, Any]) -> str:

@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 RUN_TAG = "lockstep.run_id"
 KIND_TAG = "lockstep.kind"
-"""`run` for a parent, `leg` for a child."""
+"""`run` for a parent, `leg` for a child, `comparison` for what `flows.compare` has found."""
 LEG_TAG = "lockstep.leg"
 SYNCED_TAG = "lockstep.synced_step"
 """Last step whose metrics are all in the store; written after them."""
@@ -82,7 +82,10 @@ METRICS_PER_BATCH = 1000
 ENTRIES_PER_BATCH = 100
 """Limits of one `log_batch` call."""
 
-_PARENT_ARTIFACTS = ("spec.json", "verdict.json", "report.html")
+_PARENT_ARTIFACTS = (
+    *("spec.json", "verdict.json", "report.html"),
+    *("plots/curves.png", "plots/strip.png", "plots/ulp.png"),
+)
 _LEG_ARTIFACTS = (
     *("lock.json", "ledger.jsonl", "environment.json"),
     *("gates.json", "metrics.jsonl", "prompts.json"),
@@ -131,7 +134,7 @@ def sync(
     folder = read_run_folder(run_dir)
     uri = tracking_uri or default_tracking_uri(run_dir)
     problems: list[str] = []
-    if not folder.legs:
+    if not folder.legs and folder.kind == "run":
         problems.append(
             f"{folder.path} has no leg: none of its sub-folders has a ledger.jsonl, "
             "so the run has no child in MLflow yet"
@@ -248,7 +251,7 @@ class _Projection:
 
     def _send_parent(self, params: Mapping[str, str]) -> Any:
         folder = self._folder
-        identity = {RUN_TAG: folder.run_id, KIND_TAG: "run"}
+        identity = {RUN_TAG: folder.run_id, KIND_TAG: folder.kind}
         parent = self._find_or_create_run(folder.run_id, identity, folder.path)
         self.run_id = parent.info.run_id
         self._send_params(parent, params)
@@ -268,7 +271,10 @@ class _Projection:
         self.child_run_ids[leg.name] = child.info.run_id
         self._send_params(child, params)
         self._send_steps(child, leg.steps)
-        tags = {**spec_tags(self._folder.spec), **leg_tags(leg)}
+        tags = {
+            **spec_tags(self._folder.spec),
+            **leg_tags(leg, device=self._folder.spec.execution.device),
+        }
         self._send_tags(child, tags)
         self._send_artifacts(child, leg.folder, _LEG_ARTIFACTS, samples=True)
         self._send_status(child, leg_status(self._folder.verdict))
@@ -381,7 +387,8 @@ class _Projection:
             # Digest before upload: a file that grows between the two is sent again next time.
             if path.exists() and (digest := file_digest(path)) != before.get(name):
                 self._check_time()
-                self._client.log_artifact(run_id, str(path))
+                nested = Path(name).parts[:-1]
+                self._client.log_artifact(run_id, str(path), *nested)
                 after[name] = digest
         table = folder / "samples.jsonl"
         if samples and table.exists():

@@ -53,11 +53,11 @@ def default_tracking_uri(run_dir: Path) -> str:
 
 
 def find_runs(
-    tracking_uri: str, experiment: str, tags: Mapping[str, str] = NO_TAGS
+    tracking_uri: str, experiment: str | None, tags: Mapping[str, str] = NO_TAGS
 ) -> tuple[FoundRun, ...]:
     """Return the parent and child runs that carry all of `tags`, newest first.
 
-    An experiment that does not exist has no runs.
+    An experiment that does not exist has no runs; None searches all experiments.
 
     Raises:
         LockstepError: The store cannot be read.
@@ -69,8 +69,13 @@ def find_runs(
 
     try:
         client = MlflowClient(tracking_uri=tracking_uri)
-        found = client.get_experiment_by_name(experiment)
-        runs = [] if found is None else search(client, found.experiment_id, tags)
+        if experiment is None:
+            found = list(client.search_experiments())
+        else:
+            named = client.get_experiment_by_name(experiment)
+            found = [] if named is None else [named]
+        runs = [run for one in found for run in search(client, one.experiment_id, tags)]
+        runs.sort(key=lambda run: run.info.start_time)
     except (MlflowException, SQLAlchemyError, OSError) as error:
         raise LockstepError(
             f"the runs of experiment {experiment!r} cannot be read from MLflow at "

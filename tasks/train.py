@@ -19,6 +19,7 @@ from engines.loop import DrawnStep, StepOutcome, TensorKeeper, initial_push, pus
 from engines.provenance.evidence_time import take_seconds
 from engines.provenance.fence import write_durably
 from engines.provenance.ledger import LedgerHeader, LedgerLine, LedgerWriter
+from engines.provenance.side_files import drop_old_tensors
 from engines.rollout_dump import write_dump
 from model_specs.errors import CheckpointError
 from model_specs.fingerprint import plan_fingerprint, trajectory_fingerprint
@@ -159,14 +160,10 @@ def _push_again(opened: LegSession, ledger: LedgerWriter, step: int) -> None:
 
 
 def keeper_of(opened: LegSession) -> TensorKeeper | None:
-    """Where the plan keeps tensors, if at all."""
-    plan = opened.spec.plan
-    if not plan.keep_tensor_steps:
+    """Where tensors are kept, if at all; `append` drops those of older steps."""
+    if not opened.spec.plan.keep_tensor_steps:
         return None
-    return TensorKeeper(
-        folder=str(opened.folder / "tensors"),
-        from_step=plan.num_steps - plan.keep_tensor_steps + 1,
-    )
+    return TensorKeeper(folder=str(opened.folder / "tensors"))
 
 
 def take_evidence_seconds(opened: LegSession) -> float:
@@ -183,6 +180,7 @@ def append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> No
     """Write one update everywhere: ledger, samples, metrics, progress line, the leg's gates."""
     line = ledger.append(outcome.record, outcome.values)
     record = outcome.record
+    drop_old_tensors(opened.folder, record.step - opened.spec.plan.keep_tensor_steps)
     if outcome.gate is not None:
         opened.gate.add(outcome.gate)
     opened.groups_with_variance += outcome.groups_with_variance

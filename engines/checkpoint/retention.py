@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, what they need on disk, and deleting the others.
+"""Which checkpoints a run keeps, what it needs on disk, and deleting the others.
 
 `plan.keep_last` newest are kept, and every one whose step `plan.keep_every` divides; without
 `keep_last` all are. Invariant: a checkpoint is deleted only after a newer one was committed, never
@@ -32,36 +32,64 @@ logger = logging.getLogger("lockstep")
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: the float32 master and AdamW's two float32 moments."""
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskNeed:
-    """What the checkpoints of a run need at most, by estimate."""
+    """What the tensors of a run need at most, by estimate."""
 
     bytes_per_checkpoint: int
     num_checkpoints: int
     """Most that are there at once in one leg, the one that is being written included."""
+    bytes_of_copies: int
+    """Of one leg: the model as it came, converted and exported, and the kept tensors of steps."""
     num_legs: int
 
     @property
     def total(self) -> int:
         """Bytes of all legs."""
-        return self.bytes_per_checkpoint * self.num_checkpoints * self.num_legs
+        return (self.bytes_per_checkpoint * self.num_checkpoints + self.bytes_of_copies) * (
+            self.num_legs
+        )
 
     def __str__(self) -> str:
         """Say how the total comes about."""
-        legs = f" x {self.num_legs} legs" if self.num_legs > 1 else ""
+        legs = f", x {self.num_legs} legs" if self.num_legs > 1 else ""
         return (
             f"{self.total / MIB:.1f} MiB ({self.num_checkpoints} checkpoints of "
-            f"{self.bytes_per_checkpoint / MIB:.1f} MiB{legs})"
+            f"{self.bytes_per_checkpoint / MIB:.1f} MiB, {self.bytes_of_copies / MIB:.1f} MiB of "
+            f"model copies and kept tensors{legs})"
         )
+
+
+def num_parameters(model: ModelSpec) -> int:
+    """Return the number of trained values."""
+    return sum(math.prod(shape) for shape in parameter_shapes(model).values())
 
 
 def checkpoint_bytes(model: ModelSpec) -> int:
     """Return the bytes of the tensors of one checkpoint."""
-    shapes = parameter_shapes(model).values()
-    return BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in shapes)
+    return BYTES_PER_PARAMETER * num_parameters(model)
+
+
+def copy_bytes(spec: RunSpec, *, num_steps: int) -> int:
+    """Return the bytes of a leg's tensors that are not in checkpoints.
+
+    Per parameter: `model/` in the stored dtype, `dcp/` in float32, `export/` in the compute dtype;
+    and in each of the last `plan.keep_tensor_steps` steps gradient, moments and weight of every
+    update in float32, and what was sent and received in the compute dtype.
+
+    Args:
+        spec: Says dtypes, updates a step and how many steps' tensors are kept.
+        num_steps: Steps of the leg.
+    """
+    stored, wire = DTYPE_BYTES[spec.model.dtype], DTYPE_BYTES[spec.numerics.compute_dtype]
+    of_step = 16 * spec.loss.updates_per_step + 2 * wire
+    kept = min(spec.plan.keep_tensor_steps, num_steps)
+    return num_parameters(spec.model) * (stored + 4 + wire + kept * of_step)
 
 
 def kept_steps(steps: Iterable[int], plan: PlanSpec) -> frozenset[int]:
@@ -76,7 +104,11 @@ def kept_steps(steps: Iterable[int], plan: PlanSpec) -> frozenset[int]:
 
 
 def disk_need(spec: RunSpec, *, start_step: int, num_legs: int = 1) -> DiskNeed:
-    """Return what the checkpoints after `start_step` need: kept ones and the one being written."""
+    """Return what the steps after `start_step` need, and with the first of them all copies.
+
+    Of checkpoints: the kept ones and the one being written. A leg that is resumed has its copies
+    already.
+    """
     held = frozenset({start_step} if start_step else ())
     most = 0
     for step in segment_stops(spec.plan, start_step):
@@ -87,6 +119,9 @@ def disk_need(spec: RunSpec, *, start_step: int, num_legs: int = 1) -> DiskNeed:
     return DiskNeed(
         bytes_per_checkpoint=checkpoint_bytes(spec.model),
         num_checkpoints=most - (1 if start_step else 0),
+        bytes_of_copies=copy_bytes(spec, num_steps=spec.plan.num_steps - start_step)
+        if start_step == spec.start_step
+        else 0,
         num_legs=num_legs,
     )
 
@@ -101,11 +136,12 @@ def require_disk(need: DiskNeed, runs_dir: str | Path) -> None:
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    logger.info("checkpoints need %s, %.1f MiB are free", need, free / MIB)
+    logger.info("the run needs %s, %.1f MiB are free", need, free / MIB)
     if need.total > free:
         raise SpecError(
-            f"the checkpoints need {need}, but {place} has {free / MIB:.1f} MiB free; keep fewer "
-            "(plan.keep_last), save more seldom (plan.checkpoint_every), or name another --runs-dir"
+            f"the run needs {need}, but {place} has {free / MIB:.1f} MiB free; keep fewer "
+            "checkpoints (plan.keep_last), save them more seldom (plan.checkpoint_every), keep "
+            "fewer tensors (plan.keep_tensor_steps), or name another --runs-dir"
         )
 
 

@@ -31,7 +31,8 @@ from engines.gates.layerwise import compare_layers
 from engines.gates.logprobs import LogprobGate
 from engines.host import load
 from engines.loop import StepOutcome, initial_push, push, sample_requests, steps
-from engines.provenance.diff import compare_ledgers, natural_order
+from engines.provenance.descent import natural_order
+from engines.provenance.diff import compare_ledgers
 from engines.provenance.fence import Fence, RunFolder
 from engines.provenance.ledger import LEDGER_FILE, LedgerHeader, LedgerWriter, verify_ledger
 from engines.provenance.verdict import Verdict

@@ -24,7 +24,7 @@ import engines.rewards as rewards_module
 from engines.contracts import Sample
 from engines.drill.bench import AWAY_STEP, START_STEP, Bench
 from engines.drill.live import replaced
-from engines.provenance.diff import natural_order
+from engines.provenance.descent import natural_order
 from engines.provenance.fence import RunFolder
 from engines.provenance.side_files import encode_value
 

@@ -24,7 +24,7 @@ import engines.rollout.vllm_engine as engine_module
 from engines import numerics
 from engines.contracts import Sample
 from engines.drill.live import replaced
-from engines.provenance.diff import natural_order
+from engines.provenance.descent import natural_order
 from engines.provenance.tensor_digest import digest_tensor
 from engines.rollout.vllm_engine import VllmEngine
 from engines.rollout.weight_transfer import InPlaceWeightTransferEngine

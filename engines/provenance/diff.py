@@ -7,38 +7,24 @@ Invariants: bits are compared whenever the trajectories are equal, or differ onl
 declares; a differing environment never changes the verdict, its differences are suspects; runs of
 unequal length are compared on the steps that both have. Probes are in causal order, so that what
 follows the first difference is its consequence. Side files are opened for the first difference
-only.
+only (`descent`).
 """
 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from engines.contracts import PROBES
-from engines.provenance.element_diff import (
-    ElementDifference,
-    Elements,
-    diff_elements,
-    elements_of,
-    load_tensor,
-)
-from engines.provenance.ledger import (
-    TOKEN_PROBES,
-    Ledger,
-    LedgerLine,
-    read_ledger,
-    verify_ledger,
-)
-from engines.provenance.side_files import read_digests, read_values, tensors_path
+from engines.provenance.completion_diff import CompletionDifference, first_differing_completion
+from engines.provenance.descent import Divergence, descend, jsonable, without_element
+from engines.provenance.ledger import Ledger, LedgerLine, read_ledger, verify_ledger
 from engines.provenance.verdict import Verdict
 from model_specs.errors import ArtifactError, SpecError
-from model_specs.fingerprint import flattened, spec_differences
+from model_specs.fingerprint import execution_differences, flattened, spec_differences
 from model_specs.run_spec import RunSpec
 
 ACROSS_GROUPS: Mapping[str, tuple[str, ...]] = {"layout": ("reduction",)}
@@ -51,46 +37,6 @@ _NEVER_COMPARED = ("ambient", "fingerprint")
 
 Difference = tuple[str, Any, Any]
 """(field, value in a, value in b)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence:
-    """The first difference, as far down as the evidence goes."""
-
-    step: int
-    update: int
-    probe: str
-    name: str | None
-    """Tensor, sample or prompt."""
-    element: tuple[int, ...] | None
-    value_a: float | int | None
-    value_b: float | int | None
-    hex_a: str | None
-    """Storage bits."""
-    hex_b: str | None
-    ulp: int | None
-    """Distance in units in the last place, as `element_diff` defines it."""
-    num_differing: int | None
-    """Elements of this name that differ."""
-    num_elements: int | None
-    max_ulp: int | None
-    detail: str
-
-    def __str__(self) -> str:
-        """Say everything in one line."""
-        where = f"step {self.step} update {self.update} {self.probe}"
-        if self.name is not None:
-            where += f" {self.name}"
-        if self.element is None:
-            return f"{where}: {self.detail}"
-        index = ", ".join(str(i) for i in self.element)
-        values = f"{self.value_a!r} ({self.hex_a}) | {self.value_b!r} ({self.hex_b})"
-        distance = f", {self.ulp} ULP" if self.ulp is not None else ""
-        largest = f", max {self.max_ulp} ULP" if self.max_ulp is not None else ""
-        return (
-            f"{where}[{index}]: {values}{distance}; {self.num_differing} of {self.num_elements} "
-            f"elements differ{largest}; {self.detail}"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +55,21 @@ class Comparison:
     """The outcome of comparing two ledgers."""
 
     verdict: Verdict
+    start_step: int = 0
+    """Step after which the two are compared; above 0 where one of them begins later."""
     common_steps: int = 0
     """Steps that both have, line 0 not counted."""
     compared: Compared = Compared()
     first: Divergence | None = None
     chain_digest: str | None = None
     """Of the common prefix, when it is identical."""
+    completion: CompletionDifference | None = None
+    """The first completion with another token, at the first difference or as its consequence."""
     identity_differences: tuple[Difference, ...] = ()
+    plan_differences: tuple[Difference, ...] = ()
+    execution_differences: tuple[Difference, ...] = ()
     environment_differences: tuple[Difference, ...] = ()
-    """Suspects; they never change the verdict."""
+    """Suspects; like those of plan and execution they never change the verdict."""
     note: str = ""
 
     @classmethod
@@ -141,8 +93,10 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values; floats that JSON lacks as `nan`, `inf`, `-inf`."""
-        values = asdict(self) | {"verdict": self.verdict.value, "headline": self.headline}
-        return {name: _jsonable(value) for name, value in values.items()}
+        found: dict[str, Any] = jsonable(
+            asdict(self) | {"verdict": self.verdict.value, "headline": self.headline}
+        )
+        return found
 
 
 def compare_ledgers(
@@ -190,14 +144,13 @@ def compare_ledgers(
                 differences,
             )
         notes.append(f"declared differences: {', '.join(field for field, _, _ in differences)}")
-    return _compare_lines(
-        (folder_a, folder_b),
-        (a, b),
-        specs,
-        differences=differences,
-        environment=_environment_differences(folder_a, folder_b),
-        notes=notes,
-        ignoring=ignoring,
+    found = _compare_lines((folder_a, folder_b), (a, b), specs, notes=notes, ignoring=ignoring)
+    return replace(
+        found,
+        identity_differences=differences,
+        plan_differences=spec_differences(*specs, part="plan") if _both(specs) else (),
+        execution_differences=execution_differences(*specs) if _both(specs) else (),
+        environment_differences=_environment_differences(folder_a, folder_b),
     )
 
 
@@ -206,8 +159,6 @@ def _compare_lines(
     ledgers: tuple[Ledger, Ledger],
     specs: tuple[RunSpec | None, RunSpec | None],
     *,
-    differences: tuple[Difference, ...],
-    environment: tuple[Difference, ...],
     notes: list[str],
     ignoring: Sequence[str],
 ) -> Comparison:
@@ -235,9 +186,9 @@ def _compare_lines(
         probes += sum(probe in x.roots for probe in looked_at)
         tensors += sum(x.counts.get(probe, 0) for probe in looked_at)
         if x.key != y.key:
-            first = _without_element(x, None, f"the next update is {x.key} in a and {y.key} in b")
+            first = without_element(x, None, f"the next update is {x.key} in a and {y.key} in b")
         elif found is not None:
-            first = _descend(folders, x, y, found, _last_step(ledgers, specs))
+            first = descend(folders, x, y, found, _last_step(ledgers, specs))
         if first is not None:
             break
         if same_start and not ignoring and x.chain != y.chain:
@@ -252,12 +203,12 @@ def _compare_lines(
         notes.append("the two have no step in common, so nothing was compared")
     return Comparison(
         verdict=verdict,
+        start_step=start,
         common_steps=common_steps,
         compared=Compared(updates=updates, probes=probes, tensors=tensors),
         first=first,
+        completion=first_differing_completion(folders, pairs) if first else None,
         chain_digest=pairs[-1][0].chain if verdict is Verdict.IDENTICAL else None,
-        identity_differences=differences,
-        environment_differences=environment,
         note="; ".join(notes),
     )
 
@@ -270,151 +221,6 @@ def _first_probe(a: LedgerLine, b: LedgerLine, ignoring: Sequence[str]) -> str |
 def _last_step(ledgers: tuple[Ledger, Ledger], specs: tuple[RunSpec | None, RunSpec | None]) -> int:
     planned = [spec.plan.num_steps for spec in specs if spec is not None]
     return max([ledgers[0].last_step, ledgers[1].last_step, *planned])
-
-
-def _descend(
-    folders: tuple[Path, Path], a: LedgerLine, b: LedgerLine, probe: str, last_step: int
-) -> Divergence:
-    """Find the first name under a differing root, and the element under the name."""
-    for side, line in (("b", a), ("a", b)):
-        if probe not in line.roots:
-            return _without_element(line, probe, f"only {side} has this probe")
-    digests_a = read_digests(folders[0], a.step, a.update).get(probe, {})
-    digests_b = read_digests(folders[1], b.step, b.update).get(probe, {})
-    names = sorted(digests_a.keys() | digests_b.keys(), key=natural_order)
-    unequal = [name for name in names if digests_a.get(name) != digests_b.get(name)]
-    if not unequal:
-        raise ArtifactError(
-            f"step {a.step} update {a.update}: the roots of {probe} differ but the digests beside "
-            f"both ledgers are equal; verify {folders[0]} and {folders[1]}"
-        )
-    name = unequal[0]
-    detail = f"{len(unequal)} of {len(names)} names differ"
-    for side, digests in (("b", digests_a), ("a", digests_b)):
-        if name not in digests:
-            return _without_element(a, probe, f"only {side} has this name; {detail}", name=name)
-    return _element(folders, a, probe, name, detail=detail, last_step=last_step)
-
-
-def _element(
-    folders: tuple[Path, Path],
-    line: LedgerLine,
-    probe: str,
-    name: str,
-    *,
-    detail: str,
-    last_step: int,
-) -> Divergence:
-    values = [
-        read_values(folder, line.step, line.update).get(probe, {}).get(name) for folder in folders
-    ]
-    paths = [tensors_path(folder, line.step, line.update, probe) for folder in folders]
-    if values[0] is not None and values[1] is not None:
-        return _sample_element(line, probe, name, values[0], values[1], detail)
-    missing = [
-        str(folder) for folder, path in zip(folders, paths, strict=True) if not path.is_file()
-    ]
-    if missing:
-        keep = last_step - line.step + 1
-        return _without_element(
-            line,
-            probe,
-            f"{detail}; the element is not known, since the tensors of this step were not kept in "
-            f"{' and '.join(missing)}: run again with --set plan.keep_tensor_steps={keep}",
-            name=name,
-        )
-    a, b = (load_tensor(path, name) for path in paths)
-    return _element_difference(line, probe, name, a, b, detail)
-
-
-def _sample_element(
-    line: LedgerLine,
-    probe: str,
-    name: str,
-    a: Sequence[float | int],
-    b: Sequence[float | int],
-    detail: str,
-) -> Divergence:
-    length = min(len(a), len(b))
-    both_lengths = f"lengths {len(a)} | {len(b)}; " if len(a) != len(b) else ""
-    # Both sides in one array, so that both are given the same dtype.
-    both = elements_of([*a[:length], *b[:length]])
-    kind = "first differing token; " if probe in TOKEN_PROBES else ""
-    difference = diff_elements(
-        Elements(bits=both.bits[:length], dtype=both.dtype),
-        Elements(bits=both.bits[length:], dtype=both.dtype),
-    )
-    if difference is None:
-        reason = "equal as far as both go" if both_lengths else _EQUAL_VALUES
-        return _without_element(line, probe, f"{both_lengths}{reason}; {detail}", name=name)
-    return _divergence(line, probe, name, difference, f"{kind}{both_lengths}{detail}")
-
-
-_EQUAL_VALUES = "the kept values are equal although their digests differ: other bits were digested"
-
-
-def _element_difference(
-    line: LedgerLine, probe: str, name: str, a: Elements, b: Elements, detail: str
-) -> Divergence:
-    if a.bits.shape != b.bits.shape or a.dtype != b.dtype:
-        return _without_element(
-            line,
-            probe,
-            f"{a.dtype} of shape {a.bits.shape} | {b.dtype} of shape {b.bits.shape}; {detail}",
-            name=name,
-        )
-    difference = diff_elements(a, b)
-    if difference is None:
-        return _without_element(line, probe, f"{_EQUAL_VALUES}; {detail}", name=name)
-    return _divergence(line, probe, name, difference, detail)
-
-
-def _divergence(
-    line: LedgerLine, probe: str, name: str, difference: ElementDifference, detail: str
-) -> Divergence:
-    if difference.ulp is None and any(
-        isinstance(value, float) and math.isnan(value)
-        for value in (difference.value_a, difference.value_b)
-    ):
-        detail = f"a NaN has no distance; {detail}"
-    return Divergence(
-        step=line.step,
-        update=line.update,
-        probe=probe,
-        name=name,
-        detail=detail,
-        **asdict(difference),
-    )
-
-
-def _without_element(
-    line: LedgerLine, probe: str | None, detail: str, *, name: str | None = None
-) -> Divergence:
-    return Divergence(
-        step=line.step,
-        update=line.update,
-        probe=probe or "ledger",
-        name=name,
-        element=None,
-        value_a=None,
-        value_b=None,
-        hex_a=None,
-        hex_b=None,
-        ulp=None,
-        num_differing=None,
-        num_elements=None,
-        max_ulp=None,
-        detail=detail,
-    )
-
-
-def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key under which `layers.2` comes before `layers.10`."""
-    return tuple(
-        (0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part)
-        for part in re.split(r"([0-9]+)", name)
-        if part
-    )
 
 
 def _spec(folder: Path, given: RunSpec | Mapping[str, Any] | None) -> RunSpec | None:
@@ -431,12 +237,16 @@ def _spec(folder: Path, given: RunSpec | Mapping[str, Any] | None) -> RunSpec | 
     return None
 
 
+def _both(specs: tuple[RunSpec | None, RunSpec | None]) -> TypeGuard[tuple[RunSpec, RunSpec]]:
+    return specs[0] is not None and specs[1] is not None
+
+
 def _identity_differences(
     a: Ledger, b: Ledger, specs: tuple[RunSpec | None, RunSpec | None]
 ) -> tuple[Difference, ...]:
     found: tuple[Difference, ...] = ()
-    if specs[0] is not None and specs[1] is not None:
-        found = spec_differences(specs[0], specs[1])
+    if _both(specs):
+        found = spec_differences(*specs)
     # Specs that are missing, or equal while the ledgers' fingerprints are not, explain nothing.
     return found or (("trajectory", a.header.trajectory, b.header.trajectory),)
 
@@ -482,14 +292,3 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
                 yield from _flat(f"{prefix}.{key}" if prefix else key, value[key])
     else:
         yield prefix, value
-
-
-def _jsonable(value: Any) -> Any:
-    """Replace floats that JSON does not have by their names, and tuples by lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    return value

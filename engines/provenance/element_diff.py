@@ -39,6 +39,9 @@ _SAFETENSORS_DTYPES = {
 _ITEM_SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
+Histogram = tuple[tuple[int, int, int], ...]
+"""(smallest, largest, number of elements) by powers of two: 1, 2, 3-4, 5-8, ... ULP."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
@@ -65,6 +68,8 @@ class ElementDifference:
     num_elements: int
     max_ulp: int | None
     """Largest distance among the differing elements without a NaN."""
+    ulp_histogram: Histogram = ()
+    """Of the differing elements without a NaN; empty for integers."""
 
 
 def elements_of(values: Sequence[float | int]) -> Elements:
@@ -95,7 +100,7 @@ def diff_elements(a: Elements, b: Elements) -> ElementDifference | None:
     if not where.size:
         return None
     first = int(where[0])
-    ulp, max_ulp = _distances(flat_a[where], flat_b[where], a.dtype)
+    ulp, distances = _distances(flat_a[where], flat_b[where], a.dtype)
     digits = 2 * a.bits.dtype.itemsize
     return ElementDifference(
         element=tuple(int(i) for i in np.unravel_index(first, a.bits.shape)),
@@ -106,7 +111,18 @@ def diff_elements(a: Elements, b: Elements) -> ElementDifference | None:
         ulp=ulp,
         num_differing=where.size,
         num_elements=flat_a.size,
-        max_ulp=max_ulp,
+        max_ulp=int(distances.max()) if distances.size else None,
+        ulp_histogram=histogram(distances),
+    )
+
+
+def histogram(distances: npt.NDArray[np.unsignedinteger[Any]]) -> Histogram:
+    """Count distances of at least 1 by powers of two; empty buckets are left out."""
+    bounds = np.left_shift(np.uint64(1), np.arange(64, dtype=np.uint64))
+    counts = np.bincount(np.searchsorted(bounds, distances.astype(np.uint64)), minlength=1)
+    return tuple(
+        (2 ** (power - 1) + 1 if power else 1, 2**power, int(counts[power]))
+        for power in np.flatnonzero(counts).tolist()
     )
 
 
@@ -133,17 +149,15 @@ def _distances(
     a: npt.NDArray[np.unsignedinteger[Any]],
     b: npt.NDArray[np.unsignedinteger[Any]],
     dtype: str,
-) -> tuple[int | None, int | None]:
-    """Return the distance of the first pair and the largest one."""
+) -> tuple[int | None, npt.NDArray[np.unsignedinteger[Any]]]:
+    """Return the distance of the first pair, and those of all pairs without a NaN."""
     if dtype not in _FLOATS:
-        return None, None
+        return None, np.zeros(0, np.uint64)
     with np.errstate(invalid="ignore"):
         has_nan = np.isnan(decode_bits(a, dtype)) | np.isnan(decode_bits(b, dtype))
     ordered_a, ordered_b = _ordered(a), _ordered(b)
     distance = np.maximum(ordered_a, ordered_b) - np.minimum(ordered_a, ordered_b)
-    finite = distance[~has_nan]
-    largest = int(finite.max()) if finite.size else None
-    return (None if has_nan[0] else int(distance[0])), largest
+    return (None if has_nan[0] else int(distance[0])), distance[~has_nan]
 
 
 def _ordered(bits: npt.NDArray[np.unsignedinteger[Any]]) -> npt.NDArray[np.unsignedinteger[Any]]:

@@ -11,7 +11,7 @@ recomputes digests from the artifacts and never trusts recorded ones; what is un
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,56 @@ def read_lock(folder: str | Path) -> tuple[LockRow, ...]:
         raise ArtifactError(f"{folder} has no {LOCK_FILE}; no stage has ended there") from None
     except (KeyError, TypeError, ValueError) as error:
         raise ArtifactError(f"{path} is damaged: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutput:
+    """One output of a locked stage, and what was found when it was looked at or made again."""
+
+    stage: str
+    """With its steps, where it has any: `train 1-4`."""
+    output: str
+    locked: str
+    found: str | None
+    """Digest, or why there is none; None where the stage was not reached."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both digests are the same."""
+        return self.found == self.locked
+
+    def __str__(self) -> str:
+        """Say it with both digests."""
+        return f"stage {self.stage}: {self.output}: locked {self.locked}, found {self.found}"
+
+
+def stage_name(row: LockRow) -> str:
+    """Return the stage with the steps that it is about: a run has several segments."""
+    steps = row.ambient.get("steps")
+    if steps is None:
+        return row.stage
+    first, last = steps
+    return f"{row.stage} {last}" if row.stage == "checkpoint" else f"{row.stage} {first + 1}-{last}"
+
+
+def final_rows(rows: Sequence[LockRow]) -> dict[str, LockRow]:
+    """Return stage name -> its last row, in order: a later attempt stands for an earlier one."""
+    return {stage_name(row): row for row in rows}
+
+
+def compare_outputs(locked: Sequence[LockRow], again: Sequence[LockRow]) -> tuple[StageOutput, ...]:
+    """Compare the outputs of every locked stage with those of a pipeline that was run again."""
+    remade = final_rows(again)
+    return tuple(
+        StageOutput(
+            stage=name,
+            output=output,
+            locked=digest,
+            found=remade[name].outputs.get(output) if name in remade else None,
+        )
+        for name, row in final_rows(locked).items()
+        for output, digest in sorted(row.outputs.items())
+    )
 
 
 def verify_outputs(

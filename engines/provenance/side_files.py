@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -107,6 +108,15 @@ def side_files_after(folder: Path, step: int) -> list[Path]:
                 if match and int(match[1]) > step:
                     found.append(path)
     return found
+
+
+def drop_old_tensors(folder: Path, last_step: int) -> None:
+    """Delete the kept tensors of all steps up to `last_step`: what is kept is a ring."""
+    if (folder / "tensors").is_dir():
+        for path in sorted((folder / "tensors").iterdir()):
+            match = _SIDE_NAME.match(path.name)
+            if match and int(match[1]) <= last_step:
+                shutil.rmtree(path)
 
 
 def encode_line(row: Mapping[str, Any]) -> bytes:

@@ -29,6 +29,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engines.contracts import Prompt, Sample
+from engines.delays import pause
 from engines.rewards import digits, gsm8k, math_reward
 from engines.rewards.isolated import RewardItem, score_twice
 from model_specs.errors import DivergedError, EngineError, SpecError
@@ -103,6 +104,7 @@ def _item(sample: Sample, labels: Mapping[str, str], metadata: Mapping[str, str]
 
 def _score_here(items: Sequence[RewardItem], spec: RewardSpec) -> tuple[list[float], list[float]]:
     def score(item: RewardItem) -> float:
+        pause()
         return REWARDS[spec.name](
             item.text,
             item.label,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engines.delays import pause
 from model_specs.errors import SpecError
 from model_specs.run_spec import RewardSpec
 from model_specs.user_code import load, locate
@@ -68,6 +69,7 @@ def _function(spec: RewardSpec) -> Callable[..., Any]:
 
 def _scored(score: Callable[..., Any], item: dict[str, Any], spec: RewardSpec) -> dict[str, Any]:
     metadata = item["metadata"]
+    pause()
     try:
         value = score(
             item["text"],

@@ -24,7 +24,8 @@ from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
 from engines.contracts import Sample, SampleRequest
-from engines.environment import attention_libraries, gpu_uuid
+from engines.delays import pause
+from engines.environment import ambient_facts, attention_libraries, gpu_uuid
 from engines.rollout import plugin, weight_transfer
 from engines.rollout.group import NUMERICS_VARIABLE, Policy, engine_env
 from engines.rollout.receiving import ReceivesWeights
@@ -181,6 +182,7 @@ class VllmEngine(ReceivesWeights, Sleeps):
             engine.add_request(request.request_id, prompt, own)
         outputs: dict[str, Any] = {}
         while engine.has_unfinished_requests():
+            pause()
             for output in engine.step():
                 if output.finished:
                     outputs[output.request_id] = output
@@ -288,7 +290,11 @@ class VllmEngine(ReceivesWeights, Sleeps):
             },
             "attention_libraries": attention_libraries(),
             "shared_ops": list(plugin.installed()),
-            "ambient": {"gpu": gpu_uuid(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")},
+            "ambient": {
+                **ambient_facts(),
+                "gpu": gpu_uuid(),
+                "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            },
             "stop_token_ids": list(self._stop_token_ids),
             "tied": tied_aliases(self._facts),
             "vllm_config": self._config_facts(),

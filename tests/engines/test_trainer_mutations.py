@@ -102,12 +102,12 @@ def test_a_lost_switch_back_to_the_actor_is_found(
 def test_a_lost_no_decay_group_is_found(
     trainer: str, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = numerics.adamw_step_
+    honest = numerics.adamw_steps_
 
     def decaying(*tensors: torch.Tensor, **settings: Any) -> None:
         honest(*tensors, **{**settings, "weight_decay": 0.5})
 
-    monkeypatch.setattr(numerics, "adamw_step_", decaying)
+    monkeypatch.setattr(numerics, "adamw_steps_", decaying)
     with pytest.raises(AssertionError, match=r"norm|bias"):
         DECAY_TEST(start)
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engines.contracts import ArtifactRef, Flip
 from engines.gates.logprobs import LogprobGate
 from engines.provenance.ledger import Ledger, read_ledger
-from engines.runs import new_run
+from engines.runs import new_run, read_json
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
 from tasks import convert, download, gates, session, train
-from tests.flows.command_line import CommandLine, Ended, clean_environment
+from tests.flows.command_line import SHORT, CommandLine, Ended, clean_environment
+from tests.flows.mlflow_server import free_port
 from tests.flows.prefect_server import Server, serving
 
 
@@ -104,6 +106,23 @@ def twin(lockstep: CommandLine) -> Ended:
 
 
 @pytest.fixture(scope="session")
+def tracking_port() -> int:
+    """A port on which no tracking server is up, until a test starts one."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def flipped(lockstep: CommandLine, tracking_port: int) -> Ended:
+    """A twin of two steps with one bit flipped, while its MLflow server is down."""
+    down = {**lockstep.environment, "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{tracking_port}"}
+    run = dataclasses.replace(lockstep, environment=down)
+    return run(
+        *("run", "tiny_cpu", "--twin", "--json", "--run-id", "flipped"),
+        *("--inject-flip", "step=2,probe=grads", "--set", "plan.num_steps=2", *SHORT),
+    )
+
+
+@pytest.fixture(scope="session")
 def twin_folder(lockstep: CommandLine, twin: Ended) -> Path:
     """The run folder of the main job."""
     return lockstep.runs_dir / "twin"
@@ -114,6 +133,37 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A Prefect server with the shipped deployments, and a worker."""
     with serving(tmp_path_factory.mktemp("deployment")) as running:
         yield running
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Night:
+    """A night of the shipped deployment, watched to its end."""
+
+    code: int
+    flow_run: Mapping[str, Any]
+    folder: Path
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What it wrote to verdict.json."""
+        details: dict[str, Any] = read_json(self.folder / "verdict.json")
+        return details
+
+
+@pytest.fixture(scope="session")
+def first_night(server: Server) -> Night:
+    """All is varied, and there is no night before it."""
+    code, flow_run = server.watch_nightly("first")
+    return Night(code=code, flow_run=flow_run, folder=server.folder / "runs" / "first")
+
+
+@pytest.fixture(scope="session")
+def second_night(server: Server, first_night: Night) -> Night:
+    """Leg b has one bit flipped, and nothing else is varied; leg a compares with the first."""
+    assert first_night.code == 0, first_night.details["headline"]
+    flip = {"step": 1, "probe": "grads"}
+    code, flow_run = server.watch_nightly("second", inject_flip=flip, vary=[])
+    return Night(code=code, flow_run=flow_run, folder=server.folder / "runs" / "second")
 
 
 @pytest.fixture(scope="session")

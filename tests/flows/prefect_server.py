@@ -24,12 +24,12 @@ from tests.flows.command_line import ROOT, clean_environment, wait_until
 
 PREFECT = Path(sys.executable).with_name("prefect")
 SHORTEST = {
-    "plan.num_steps": 1,
+    "plan.num_steps": 2,
     "plan.gates.layerwise": "off",
     "plan.gates.controls": "off",
     "plan.gates.preflight": "off",
 }
-"""Overrides of the shortest run."""
+"""Overrides of the shortest night: it resumes from a checkpoint in the middle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

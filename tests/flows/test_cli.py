@@ -153,6 +153,8 @@ def test_show_and_diff_of_the_main_job_end_with_0(lockstep: CommandLine, twin: E
     assert compared.code == 0, compared
     assert "8 steps" in compared.stdout
     assert json.loads(lockstep("diff", "twin/a", "twin/b", "--json").stdout)["common_steps"] == 8
+    locks = [str(lockstep.runs_dir / "twin" / leg / "lock.json") for leg in "ab"]
+    assert "digests equal" in lockstep("diff", *locks).stdout
 
 
 # Exit codes.
@@ -213,14 +215,12 @@ def test_exit_code_2_is_a_mistake_of_the_user_with_what_to_do(
     assert "Traceback" not in ended.stderr
 
 
-def test_exit_code_10_is_a_flip_named_down_to_the_element(lockstep: CommandLine) -> None:
-    ended = lockstep(
-        *("run", "tiny_cpu", "--twin", "--json", "--run-id", "flipped"),
-        *("--inject-flip", "step=2,probe=grads", "--set", "plan.num_steps=2", *SHORT),
-    )
-    assert ended.code == 10, ended
-    details = json.loads(ended.stdout)
-    assert "b 2/2 reward" in ended.stderr
+def test_exit_code_10_is_a_flip_named_down_to_the_element(
+    lockstep: CommandLine, flipped: Ended
+) -> None:
+    assert flipped.code == 10, flipped
+    details = json.loads(flipped.stdout)
+    assert "b 2/2 reward" in flipped.stderr
     assert details["verdict"] == "Diverged"
     first = details["comparison"]["first"]
     assert (first["step"], first["probe"], first["ulp"]) == (2, "grads", 1)
@@ -230,7 +230,16 @@ def test_exit_code_10_is_a_flip_named_down_to_the_element(lockstep: CommandLine)
     assert re.search(named, shown.stdout), shown
     assert repr(first["value_a"]) in shown.stdout
     assert repr(first["value_b"]) in shown.stdout
-    assert lockstep("diff", "flipped").code == 10
+    compared = lockstep("diff", "flipped")
+    assert compared.code == 10
+    assert "execution execution.request_order_seed: None | " in compared.stdout
+    assert lockstep("diff", "flipped/a@0", "flipped/b@0").code == 0
+    states = lockstep("diff", "flipped/a@0", "flipped/a@2", "--json")
+    assert states.code == 10, states
+    state = json.loads(states.stdout)
+    assert state["sides"] == {"a": "flipped/a@0", "b": "flipped/a@2"}
+    assert (state["first"]["probe"], state["first"]["name"]) == ("weights", first["name"])
+    assert sum(row[2] for row in state["first"]["ulp_histogram"]) > 1000
 
 
 def test_exit_code_12_names_the_field_that_makes_two_runs_incomparable(

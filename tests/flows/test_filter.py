@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from engines import prompt_filter
+from engines.checkpoint.dcp import CheckpointMeta
 from engines.contracts import Prompt, PromptSet
+from engines.provenance.diff import compare_ledgers
 from engines.provenance.lock import read_lock
-from engines.runs import read_json, read_spec
+from engines.provenance.verdict import Verdict
+from engines.runs import new_run, read_json, read_spec
+from flows.fork import forked
 from model_specs.errors import ArtifactError, DivergedError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.overrides import apply_overrides
@@ -134,6 +139,69 @@ def test_a_twin_with_a_filter_is_identical_and_can_be_resumed(lockstep: CommandL
     assert read_json(folder / "a" / "filter.json") == kept[0]
     resumed, twin = ledger(folder / "a").lines[2], ledger(folder / "b").lines[2]
     assert resumed.chain == twin.chain
+    forked_same(lockstep, folder)
+    forked_narrower(lockstep, folder)
+
+
+def forked_same(lockstep: CommandLine, parent: Path) -> None:
+    """A fork takes what its parent's filter kept, draws nothing for it, and goes on as its parent.
+
+    Had it drawn again, at the weights that it begins with, its pass rates would be others.
+    """
+    ended = lockstep("fork", f"{parent.name}@1", "--run-id", "filtered-fork", *SHORT)
+    assert ended.code == 0, ended
+    assert "filter kept" not in ended.stdout
+    fork = lockstep.runs_dir / "filtered-fork"
+    ours, theirs = (read_json(path / "a" / "filter.json") for path in (fork, parent))
+    assert ours == {**theirs, "prompts": []}
+    found = compare_ledgers(parent / "a", fork / "a", across=("origin",), verify=True)
+    assert (found.verdict, found.common_steps) == (Verdict.IDENTICAL, 2)
+
+
+def forked_narrower(lockstep: CommandLine, parent: Path) -> None:
+    """A fork whose filter is another draws for itself."""
+    band = ("--set", "filter.high=0.6")
+    ended = lockstep("fork", f"{parent.name}@1", "--run-id", "narrower", *band, *SHORT)
+    assert ended.code == 0, ended
+    assert "a filter kept" in ended.stdout
+    ours, theirs = (
+        read_json(path / "a" / "filter.json") for path in (lockstep.runs_dir / "narrower", parent)
+    )
+    assert len(ours["prompts"]) == 24
+    assert set(ours["kept_ids"]) < set(theirs["kept_ids"])
+
+
+def filtered_parent(folder: Path) -> Path:
+    """A run folder with a recorded filter and a committed checkpoint of step 1."""
+    asked = apply_overrides(load_recipe("tiny_cpu"), BAND)
+    assert asked.filter is not None
+    filled = asked.filter.model_copy(update={"kept_ids": ("1", "4"), "kept_digest": "d"})
+    spec = asked.model_copy(update={"filter": filled})
+    run = new_run(spec, folder, run_id="parent")
+    meta = CheckpointMeta(
+        trajectory=trajectory_fingerprint(spec),
+        **{"step": 1, "updates": 1, "samples_consumed": 32, "attempt": 1},
+        **{"state_digest": "s", "chain_digest": "c"},
+    )
+    place = run.folder / "a" / "checkpoints" / "step-000001"
+    place.mkdir(parents=True)
+    (place / "meta.json").write_text(json.dumps(asdict(meta)))
+    return run.folder
+
+
+def test_a_fork_keeps_what_was_kept_unless_its_filter_is_another(tmp_path: Path) -> None:
+    parent = filtered_parent(tmp_path)
+
+    def kept(*overrides: str) -> tuple[str, ...]:
+        found = forked(parent, 1, overrides, leg="a").filter
+        assert found is not None
+        assert bool(found.kept_ids) == (found.kept_digest is not None)
+        return found.kept_ids
+
+    assert kept("optimizer.lr=1e-3") == ("1", "4")
+    assert kept("filter.high=0.8") == ()
+    assert kept("filter.threshold=0.5", "sampling.temperature=0.5") == ()
+    assert forked(parent, 1, ("filter=null",), leg="a").filter is None
 
 
 def samples(folder: Path) -> list[dict[str, object]]:

@@ -10,6 +10,7 @@ import pytest
 from engines import runs
 from engines.checkpoint.adoption import adopt_checkpoint
 from engines.checkpoint.dcp import CheckpointMeta, read_meta
+from engines.checkpoint.download import download_data, download_model
 from engines.contracts import StepRecord
 from engines.plan import segment_bounds
 from engines.provenance.diff import compare_ledgers
@@ -25,8 +26,8 @@ from engines.provenance.ledger import (
 from engines.provenance.side_files import read_digests
 from engines.provenance.verdict import Verdict
 from flows.fork import forked
-from flows.verify import segment_cost
-from model_specs.errors import CheckpointError, EngineError, SpecError
+from flows.verify import own_inputs, segment_cost
+from model_specs.errors import ArtifactError, CheckpointError, EngineError, SpecError
 from model_specs.fingerprint import spec_differences, trajectory_fingerprint
 from model_specs.overrides import apply_overrides
 from model_specs.run_spec import ForkOrigin, PlanSpec, RunSpec
@@ -158,6 +159,33 @@ def test_a_segment_that_is_run_again_is_identical_and_its_cost_is_stated(
     assert 0 < found["cost"]["segment_seconds_in_run"] < found["cost"]["seconds"]
     assert 0 < found["cost"]["share_of_run"] < 1
     assert runs.legs(parent) == ("a", "b")
+    for name in ("model", "data"):
+        manifest = json.loads((scratch / "a" / name / "manifest.json").read_text())
+        assert manifest["source"] == str((parent / "a" / name).resolve())
+
+
+def test_a_segment_reads_the_legs_own_copies_and_another_content_is_refused(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    assert own_inputs(spec, tmp_path) == spec  # no copy is there
+    made = download_model(spec.model, tmp_path / "model")
+    data = download_data(spec.data, tmp_path / "data")
+    known = spec.model.model_copy(update={"weights_digest": made.weights_digest})
+    recorded = spec.model_copy(
+        update={
+            "model": known.model_copy(update={"path": "/gone"}),
+            "data": spec.data.model_copy(update={"source": "/gone", "digest": data.digest}),
+        }
+    )
+    found = own_inputs(recorded, tmp_path)
+    assert trajectory_fingerprint(found) == trajectory_fingerprint(recorded)
+    again = download_model(found.model, tmp_path / "scratch" / "model")
+    assert again.weights_digest == made.weights_digest
+    assert download_data(found.data, tmp_path / "scratch" / "data").digest == data.digest
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(ArtifactError, match=r"model\.weights_digest is .* in the spec but"):
+        download_model(found.model, tmp_path / "again" / "model")
 
 
 @pytest.mark.slow

@@ -40,7 +40,20 @@ def test_the_page_of_a_twin_shows_every_probe_equal_and_fetches_nothing(twin_fol
     assert tags.cells.count("absent") == 10  # line 0 has weights, sent and received alone
     assert details["chain_digest"] in page
     assert "<h1>Identical</h1>" in page
-    assert "max <b>0.0</b>" in page
+    assert "<b>0.0</b>" in page
+    for said in (
+        "steps in common",
+        "tokens under them",
+        "tensors under them",
+        "stages from a cache",
+    ):
+        assert said in page
+    for title in ("Curves", "Gates and their controls", "Stages", "Environment"):
+        assert f"<h2>{title}</h2>" in page
+    assert "<h2>Completions of step 8</h2>" in page
+    assert page.count("<article>") == 3
+    for name in ("curves.png", "strip.png"):
+        assert (twin_folder / "plots" / name).stat().st_size > 5000
 
 
 def test_the_same_files_give_the_same_page(twin_folder: Path) -> None:
@@ -53,13 +66,13 @@ def test_a_difference_is_red_where_it_begins_and_pale_after(twin_folder: Path) -
     from dataclasses import replace
 
     from engines.provenance.ledger import read_ledger
-    from tasks.html_report import _strip
+    from tasks.html_divergence import strip
 
     ledger = read_ledger(twin_folder / "a")
     line = ledger.lines[3]
     changed = replace(line, roots={**line.roots, "grads": "0" * 32, "weights": "0" * 32})
     other = replace(ledger, lines=(*ledger.lines[:3], changed, *ledger.lines[4:]))
-    cells = _Tags(_strip({"a": ledger, "b": other})).cells
+    cells = _Tags(strip({"a": ledger, "b": other})).cells
     by_probe = dict(zip(PROBES, zip(*[iter(cells)] * 9, strict=True), strict=True))
     assert by_probe["grads"][3] == "differs"
     assert by_probe["weights"][3] == "after"

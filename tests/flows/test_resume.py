@@ -96,6 +96,17 @@ def test_a_change_of_the_trajectory_is_refused_with_the_field_and_both_values(
     assert json.loads((four_steps / "run.json").read_text())["attempt"] == attempts
 
 
+def test_a_run_with_no_step_left_is_refused_and_keeps_its_verdict(
+    lockstep: CommandLine, four_steps: Path
+) -> None:
+    last = runs.read_spec(four_steps).plan.num_steps
+    before = [(four_steps / name).read_bytes() for name in ("run.json", "verdict.json")]
+    ended = lockstep("resume", RUN)
+    assert ended.code == 2, ended
+    assert f"is at step {last} and plan.num_steps={last}: no step is left" in ended.stderr
+    assert [(four_steps / name).read_bytes() for name in ("run.json", "verdict.json")] == before
+
+
 def test_a_step_without_a_checkpoint_lists_those_that_there_are(
     lockstep: CommandLine, four_steps: Path
 ) -> None:

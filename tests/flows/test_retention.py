@@ -12,12 +12,17 @@ from engines import runs
 from engines.checkpoint import retention
 from engines.checkpoint.retention import (
     checkpoint_bytes,
+    copy_bytes,
     disk_need,
     kept_steps,
+    num_parameters,
     prune,
     require_disk,
 )
+from engines.contracts import StepRecord
+from engines.provenance.digest import digest_floats
 from engines.provenance.fence import RunFolder
+from engines.provenance.ledger import LedgerHeader, LedgerWriter
 from flows.dry import check
 from model_specs.errors import SpecError, StaleAttemptError
 from model_specs.overrides import apply_overrides
@@ -67,6 +72,19 @@ def test_neither_the_resumed_one_nor_a_later_one_is_deleted(tmp_path: Path) -> N
     kept = plan(keep_last=1)
     assert prune(leg, kept, newest_step=4, protected={2}, fence=fence) == (1, 3)
     assert sorted(runs.checkpoints(leg)) == [2, 4, 9]
+
+
+def test_the_newest_checkpoint_is_one_whose_step_the_ledger_has(tmp_path: Path) -> None:
+    leg = tmp_path / "a"
+    committed(leg, 2, 4, 8)
+    assert runs.checkpoint_at(leg, None)[0] == 8  # no ledger says anything else
+    header = LedgerHeader(trajectory="t", plan="p", run_id="r", leg="a")
+    ledger = LedgerWriter(leg, header=header)
+    for step in range(6):
+        digests = {"weights": {"w": digest_floats("w", [float(step)])}}
+        ledger.append(StepRecord(step=step, update=0 if step else -1, digests=digests))
+    assert runs.checkpoint_at(leg, None)[0] == 4
+    assert runs.checkpoint_at(leg, 8)[0] == 8  # named on purpose
 
 
 def test_a_stale_attempt_deletes_nothing(tmp_path: Path) -> None:
@@ -121,7 +139,10 @@ def test_the_need_counts_what_is_there_at_once(
 ) -> None:
     need = disk_need(apply_overrides(spec, overrides), start_step=start)
     assert need.num_checkpoints == most
-    assert need.total == most * checkpoint_bytes(spec.model)
+    # A leg that goes on has the copies of the model already.
+    assert (need.bytes_of_copies > 0) == (start == 0)
+    assert need.total == most * checkpoint_bytes(spec.model) + need.bytes_of_copies
+    assert f"{most} checkpoints of" in str(need)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_both_values(
@@ -132,7 +153,7 @@ def test_a_run_that_cannot_fit_is_refused_with_both_values(
     require_disk(need, tmp_path / "not yet" / "there")
     monkeypatch.setattr(retention.shutil, "disk_usage", lambda _: usage._replace(free=2**20))
     mib = need.total / 2**20
-    with pytest.raises(SpecError, match=rf"need {mib:.1f} MiB .* 1\.0 MiB free.*plan\.keep_last"):
+    with pytest.raises(SpecError, match=rf"needs {mib:.1f} MiB .* 1\.0 MiB free.*plan\.keep_last"):
         require_disk(need, tmp_path)
 
 
@@ -148,6 +169,20 @@ def test_the_refusal_comes_before_a_run_folder_exists(
     with pytest.raises(SpecError, match="MiB free"):
         train_flow.fn(TrainRequest(recipe="tiny_cpu"), runs_dir=str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
+
+
+def test_copies_and_kept_tensors_are_counted_by_their_dtypes(spec: RunSpec) -> None:
+    parameters = num_parameters(spec.model)
+
+    def per_parameter(*overrides: str, num_steps: int = 8) -> float:
+        return copy_bytes(apply_overrides(spec, overrides), num_steps=num_steps) / parameters
+
+    # bfloat16 as it came and as it is exported, float32 converted.
+    assert per_parameter("plan.keep_tensor_steps=0") == 2 + 4 + 2
+    assert per_parameter("plan.keep_tensor_steps=3") == 8 + 3 * (4 + 8 + 4 + 2 + 2)
+    assert per_parameter("plan.keep_tensor_steps=3", num_steps=2) == 8 + 2 * 20
+    wide = ("plan.keep_tensor_steps=1", "numerics.compute_dtype=float32")
+    assert per_parameter(*wide) == 2 + 4 + 4 + 16 + 8
 
 
 @pytest.mark.slow

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from engines.loop import sample_requests
 from engines.provenance.diff import compare_ledgers
+from engines.provenance.digest import digest_floats
 from engines.provenance.ledger import read_ledger
-from engines.provenance.side_files import read_values
+from engines.provenance.side_files import read_digests, read_values
 from engines.provenance.verdict import Verdict
 from model_specs.recipes.tiny_cpu import LEARNING_THRESHOLD
 from tests.flows.conftest import Runner
@@ -36,6 +38,26 @@ def test_the_gate_is_exactly_zero_at_every_step(reference: Path) -> None:
         assert line.metrics["gate/logprob_abs_diff/max"] == 0.0
         assert line.metrics["gate/exact_fraction"] == 1.0
         assert line.metrics["gate/num_tokens"] > 0
+
+
+def test_truncated_samples_are_scored_and_counted_and_left_out_of_the_loss_when_asked(
+    runner: Runner, reference: Path
+) -> None:
+    masked = runner.run("loss.mask_truncated=true", steps=1)
+    found, all_in = (read_ledger(leg).lines[1] for leg in (masked, reference))
+    for probe in ("tokens", "rewards", "advantages", "train_logprobs"):
+        assert found.roots[probe] == all_in.roots[probe], probe
+    assert found.roots["grads"] != all_in.roots["grads"]
+    rows = [json.loads(line) for line in (masked / "samples.jsonl").read_text().splitlines()]
+    cut = {row["request_id"] for row in rows if row["finish_reason"] == "length"}
+    assert 0 < len(cut) < len(rows)
+    assert found.metrics["rollout/truncated_ratio"] == len(cut) / len(rows)
+    losses, before = (read_digests(leg, 1, 0)["loss"] for leg in (masked, reference))
+    for name in cut:
+        assert losses[name] == digest_floats(name, [0.0])
+        assert before[name] != losses[name]
+    ended = {row["request_id"] for row in rows} - cut
+    assert all(losses[name] != digest_floats(name, [0.0]) for name in ended)
 
 
 def test_samples_of_a_group_differ(reference: Path) -> None:

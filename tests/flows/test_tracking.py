@@ -10,13 +10,9 @@ import logging
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +23,7 @@ from model_specs.recipes.tiny_cpu import recipe
 from tasks import tracking
 from tasks.samples_table import COLUMNS, newest_samples
 from tasks.tracking import TrackedRun, find_runs, sync, sync_quietly
+from tests.flows.mlflow_server import free_port, mlflow_server
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = ("reward/mean", "train/grad_norm", "gate/logprob_abs_diff/max", "perf/step_s")
@@ -248,7 +245,9 @@ def test_two_legs_are_children_of_one_parent_and_carry_tags(tmp_path: Path, uri:
     assert parent.status == "FAILED"
     assert parent.metrics == {"repro/identical": 0.0, "repro/max_ulp": 7.0}
     points = client_of(uri).get_metric_history(tracked.run_id, "repro/identical")
-    assert sorted((point.step, point.value) for point in points) == [(1, 1.0), (2, 0.0)]
+    assert sorted((point.step, point.value) for point in points) == [(1, 1.0), (2, 0.0), (3, 0.0)]
+    sizes = client_of(uri).get_metric_history(tracked.run_id, "repro/max_ulp")
+    assert sorted((point.step, point.value) for point in sizes) == [(1, 0.0), (2, 7.0)]
     assert parent.params["optimizer.lr"] == str(recipe().optimizer.lr)
     for leg, run_id in tracked.child_run_ids.items():
         child = runs[run_id]
@@ -405,50 +404,6 @@ def test_find_runs_takes_all_tags_and_refuses_what_it_cannot_ask(tmp_path: Path,
     assert find_runs(uri, "no such experiment") == ()
     with pytest.raises(LockstepError, match="both kinds of quotes"):
         find_runs(uri, "found", {"lockstep.run_id": "'\""})
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-@contextmanager
-def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a real server in its own process group and end that group."""
-    arguments = ["server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    store = ["--backend-store-uri", f"sqlite:///{folder}/server.db"]
-    artifacts = ["--artifacts-destination", str(folder / "artifacts")]
-    settings = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    environment = {**os.environ, **settings}
-    environment.pop("MLFLOW_TRACKING_URI", None)
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", *arguments, *store, *artifacts],
-            stdout=log,
-            stderr=log,
-            env=environment,
-            cwd=folder,
-            start_new_session=True,
-        )
-    try:
-        wait_until_healthy(port, process, folder / "server.log")
-        yield process
-    finally:
-        os.killpg(process.pid, signal.SIGCONT)
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(timeout=30)
-
-
-def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.2)
-    pytest.fail(f"mlflow server did not start: {log.read_text()[-2000:]}")
 
 
 def test_a_server_that_was_down_or_hung_catches_up_and_has_each_step_once(

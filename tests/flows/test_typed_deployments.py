@@ -17,42 +17,14 @@ from typing import Any
 
 import pytest
 
-from flows.run_request import (
-    NightlyRequest,
-    TrainRequest,
-    as_overrides,
-    flip_request,
-    request_source,
-)
-from model_specs.errors import SpecError
-from model_specs.overrides import apply_overrides
-from model_specs.registry import load_recipe
 from tests.flows.command_line import ROOT, wait_until
+from tests.flows.deployment_requests import GOOD, REFUSED, TINY
 from tests.flows.prefect_server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
-TINY = {"recipe": "tiny_cpu"}
 
-
-@pytest.mark.parametrize(
-    ("deployment", "request_", "field"),
-    [
-        ("nightly/tiny-cpu", {"recipe": "tiny"}, "request.recipe"),
-        ("nightly/tiny-cpu", {}, "request"),
-        ("nightly/tiny-cpu", {**TINY, "recipe_path": "a.py:b"}, "recipe_path"),
-        ("nightly/tiny-cpu", {"recipe_path": "a.py"}, "request.recipe_path"),
-        ("nightly/tiny-cpu", {**TINY, "overrides": {"plan.num_steps": 0}}, "plan.num_steps"),
-        ("nightly/tiny-cpu", {**TINY, "overrides": {"optimizer.lr": "fast"}}, "optimizer.lr"),
-        ("nightly/tiny-cpu", {**TINY, "overrides": {"optimizer.rate": 1.0}}, "optimizer.rate"),
-        ("nightly/tiny-cpu", {**TINY, "inject_flip": {"step": 1, "probe": "loss"}}, "probe"),
-        ("nightly/tiny-cpu", {**TINY, "resume": "run@4"}, "resume"),
-        ("train/tiny-cpu", {"resume": "run@four"}, "request.resume"),
-        ("train/tiny-cpu", {"fork": "run@"}, "request.fork"),
-        ("train/tiny-cpu", {"resume": "run@4", "fork": "run@4"}, "fork"),
-        ("prepare/tiny-cpu", {**TINY, "inject_flip": {"step": 1}}, "inject_flip"),
-    ],
-)
+@pytest.mark.parametrize(("deployment", "request_", "field"), REFUSED)
 def test_a_bad_value_is_refused_by_its_field_before_a_run_exists(
     server: Server, deployment: str, request_: dict[str, Any], field: str
 ) -> None:
@@ -71,24 +43,14 @@ def test_a_good_request_makes_a_run_that_waits_for_a_worker(server: Server) -> N
     assert server.num_runs() == before + 1
 
 
-def test_overrides_reach_the_spec_as_set_does() -> None:
-    request = TrainRequest(
-        recipe="tiny_cpu",
-        overrides={"plan.num_steps": 3, "data.shuffle": False, "data.template": "{question}!"},
-    )
-    spec = apply_overrides(load_recipe(request.source), request.assignments)
-    assert (spec.plan.num_steps, spec.data.shuffle) == (3, False)
-    assert spec.data.template == "{question}!"
-
-
-def test_the_command_line_makes_the_same_requests() -> None:
-    assert request_source("my.py:recipe") == {"recipe_path": "my.py:recipe"}
-    assert as_overrides(("plan.num_steps=2", "plan.num_steps=3")) == {"plan.num_steps": "3"}
-    with pytest.raises(SpecError, match="not of the form key=value"):
-        as_overrides(("plan.num_steps",))
-    flip = flip_request("step=3,probe=grads,bit=2")
-    asked = NightlyRequest(recipe="tiny_cpu", inject_flip=flip)
-    assert asked.describe() == "tiny_cpu flip step=3,probe=grads,element=0,bit=2"
+@pytest.mark.parametrize(("deployment", "request_"), GOOD)
+def test_each_flow_over_a_run_takes_its_request(
+    server: Server, deployment: str, request_: dict[str, Any]
+) -> None:
+    before = server.num_runs()
+    accepted = server.ask_for(deployment, request_, "--start-in", "in 10 hours")
+    assert accepted.returncode == 0, accepted
+    assert server.num_runs() == before + 1
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -20,9 +19,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.acceptance.wheel_environment import build_wheel
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"flows", "tasks", "engines", "model_specs"}
-SHIPPED_WITH = ("pyproject.toml", "README.md", "LICENSE")
 NOT_OURS = {"build", "dist", "runs", "mlruns", "__pycache__"}
 # Built on the machine, or brought by torch: used where they can be imported, listed nowhere.
 OPTIONAL_IMPORTS = {"deep_ep", "deep_gemm", "flashinfer", "triton"}
@@ -80,30 +80,13 @@ def unwanted_in(files: list[Path]) -> list[str]:
 @pytest.fixture(scope="module")
 def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Names of the files in a wheel that is built from a copy of the project."""
-    source = tmp_path_factory.mktemp("source")
-    for name in SHIPPED_WITH:
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source / name)
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in (*PACKAGES, "tests"):
-        shutil.copytree(ROOT / name, source / name, ignore=ignore)
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-    done = subprocess.run(
-        [*command, "--wheel-dir", str(out), str(source)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (wheel,) = out.glob("*.whl")
+    wheel = build_wheel(tmp_path_factory.mktemp("wheel"))
     return set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_the_wheel_has_the_four_packages_and_no_tests(wheel_files: set[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_files}
-    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
+    assert {top for top in tops if not top.endswith((".dist-info", ".data"))} == PACKAGES
     assert not [name for name in wheel_files if "test" in name.lower() and name.endswith(".py")]
 
 
@@ -122,6 +105,17 @@ def test_every_data_file_of_the_four_packages_is_in_the_wheel(wheel_files: set[s
         if file.relative_to(ROOT).parts[0] in PACKAGES
     }
     assert shipped - wheel_files == set()
+
+
+def test_the_wheel_carries_what_makes_the_pinned_environment(wheel_files: set[str]) -> None:
+    data = re.compile(r"[^/]+\.data/data/share/lockstep/")
+    carried = {data.sub("", name) for name in wheel_files if data.match(name)}
+    needed = {
+        file.relative_to(ROOT).as_posix()
+        for file in own_files(ROOT)
+        if file.relative_to(ROOT).parts[0] in ("constraints", "setup")
+    }
+    assert carried == {*needed, "tools/setup.sh"}
 
 
 def test_the_wheel_carries_licence_and_readme(wheel_files: set[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from engines.metrics import METRICS, unknown_metrics
 from engines.train.registry import CAPABILITIES, refusals
+from model_specs.errors import SpecError
 from model_specs.field_schema import overrides_schema, spec_fields
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
@@ -55,6 +56,8 @@ def test_every_field_of_the_spec_can_be_set_and_has_a_schema_without_references(
     assert {"minimum": 0, "type": "number"} in fields["optimizer.weight_decay"].schema["anyOf"]
     assert any(name.startswith("optimizer.weight_decay.") for name in fields)
     assert "$ref" not in str(overrides_schema())
+    # What `--set` takes beside the fields: the short name of a reward, and no filter.
+    assert {"reward", "filter"} == overrides_schema()["properties"].keys() - fields.keys()
 
 
 def test_a_metric_that_the_table_lacks_is_found() -> None:
@@ -87,11 +90,21 @@ def test_what_is_out_of_scope_is_refused_by_its_name_and_reason(name: str) -> No
     assert refusals(load_recipe("tiny_cpu")) == []
 
 
+def test_a_minimum_length_is_refused_beside_the_log_prob_gate_and_the_page_says_why() -> None:
+    minimum = "sampling.min_new_tokens=4"
+    with pytest.raises(SpecError, match="masks the stop tokens until then") as refused:
+        apply_overrides(load_recipe("tiny_cpu"), (minimum,))
+    page = (ROOT / "docs" / "out-of-scope.md").read_text()
+    assert f"| `{minimum}` | {refused.value} |" in page
+    allowed = apply_overrides(load_recipe("tiny_cpu"), (minimum, "plan.gates.logprobs=off"))
+    assert allowed.sampling.min_new_tokens == 4
+
+
 def commands(page: Path) -> list[list[str]]:
     """The `lockstep run RECIPE` commands of a page that need no file of the reader's."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     found = re.findall(r"^lockstep run .*$", text, re.M)
-    placeholders = ("MODEL_DIR", "train.jsonl", "my_pkg", "FILE.py", "my_recipe", "_DIR")
+    placeholders = ("_DIR", "train.jsonl", "chat.jinja", "my_pkg", "FILE.py", "my_recipe")
     return [shlex.split(c) for c in found if not any(word in c for word in placeholders)]
 
 

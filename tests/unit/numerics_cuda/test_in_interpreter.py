@@ -1,6 +1,6 @@
 """The tests of this folder, run in Triton's interpreter by a process that has the real Triton.
 
-Only where `triton` is a stand-in (`conftest.py`). The package lies in a folder that `make setup`
+Only where `triton` is a stand-in (`conftest.py`). The package lies in a folder that `make test`
 fills and that nothing else has on its path.
 """
 
@@ -42,7 +42,7 @@ def run(module: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_kernels_hold_their_laws_in_the_interpreter():
     assert (INTERPRETER / "triton").is_dir(), (
-        f"{INTERPRETER} has no triton, so no kernel can be run; make setup puts it there"
+        f"{INTERPRETER} has no triton, so no kernel can be run; make test puts it there"
     )
     modules = sorted(path for path in HERE.glob("test_*.py") if path != Path(__file__))
     assert len(modules) >= 4

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from engines.contracts import PROBES, StepRecord
 from engines.faults import flip_bit, flip_float32
-from engines.provenance.diff import Comparison, compare_ledgers, natural_order
+from engines.provenance.descent import natural_order
+from engines.provenance.diff import Comparison, compare_ledgers
 from engines.provenance.digest import digest_floats, digest_tokens, root_digest
 from engines.provenance.element_diff import (
     diff_elements,

@@ -6,12 +6,20 @@ import json
 import multiprocessing
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engines.provenance.fence import Fence, RunFolder, write_durably
-from engines.provenance.lock import LockRow, append_row, read_lock, verify_outputs
+from engines.provenance.lock import (
+    LockRow,
+    append_row,
+    compare_outputs,
+    final_rows,
+    read_lock,
+    verify_outputs,
+)
 from model_specs.errors import ArtifactError, SpecError, StaleAttemptError
 
 
@@ -139,3 +147,44 @@ def test_a_missing_damaged_or_foreign_lock_is_refused(tmp_path: Path) -> None:
     path.write_text('{"schema_version": 1, "rows": [{"stage": "x"}]}')
     with pytest.raises(ArtifactError, match="is damaged"):
         read_lock(tmp_path)
+
+
+def segment(stage: str, first: int, last: int, **outputs: str) -> LockRow:
+    return replace(row(stage, **outputs), ambient={"steps": (first, last)})
+
+
+def test_locks_are_compared_stage_by_stage_and_only_what_differs_is_named() -> None:
+    locked = [
+        row("download", model="m", data="d"),
+        row("convert", dcp="c"),
+        row("engines"),
+        segment("train", 0, 4, state="s4", chain="k4"),
+        segment("checkpoint", 0, 4, checkpoint="s4"),
+        segment("train", 4, 8, state="s8", chain="k8"),
+        row("export", export="e"),
+    ]
+    assert all(output.is_equal for output in compare_outputs(locked, locked))
+    assert len(compare_outputs(locked, locked)) == 9
+    again = [*locked[:5], segment("train", 4, 8, state="S8", chain="k8"), locked[6]]
+    (wrong,) = [output for output in compare_outputs(locked, again) if not output.is_equal]
+    assert str(wrong) == "stage train 5-8: state: locked s8, found S8"
+
+
+def test_a_stage_that_was_not_reached_has_nothing_to_compare() -> None:
+    locked = [row("download", model="m"), row("convert", dcp="c")]
+    found = compare_outputs(locked, locked[:1])
+    assert [(output.stage, output.found) for output in found] == [
+        ("download", "m"),
+        ("convert", None),
+    ]
+    assert not found[1].is_equal
+
+
+def test_the_row_of_a_later_attempt_stands_for_that_of_an_earlier_one() -> None:
+    rows = [
+        segment("checkpoint", 0, 4, checkpoint="torn"),
+        replace(segment("checkpoint", 2, 4, checkpoint="whole"), attempt=2),
+    ]
+    assert {name: found.outputs for name, found in final_rows(rows).items()} == {
+        "checkpoint 4": {"checkpoint": "whole"}
+    }

@@ -1,0 +1,146 @@
+"""Tonight's baseline is found through MLflow's tags: the explicit one, or the last green night.
+
+Against a real SQLite store; the run folders are synthetic.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.contracts import StepRecord
+from engines.provenance.digest import digest_floats
+from engines.provenance.ledger import LedgerHeader, LedgerWriter
+from engines.runs import read_spec
+from model_specs.errors import LockstepError, SpecError
+from model_specs.fingerprint import trajectory_fingerprint
+from model_specs.overrides import apply_overrides
+from model_specs.recipes.tiny_cpu import recipe
+from tasks.baseline import (
+    explicit_baselines,
+    find_baseline,
+    set_baseline,
+    unset_baseline,
+)
+from tasks.nights import baseline_row
+from tasks.tracking import sync_quietly
+
+DEVICE = "cpu/x86_64"
+
+
+def make_night(
+    runs_dir: Path, name: str, verdict: str, *overrides: str, weight: float = 1.0, torch: str = "1"
+) -> Path:
+    """A run folder of one line, as a night leaves it, sent to MLflow."""
+    folder, leg = runs_dir / name, runs_dir / name / "a"
+    spec = apply_overrides(recipe(), overrides)
+    leg.mkdir(parents=True)
+    (folder / "run.json").write_text(
+        json.dumps({"schema_version": 1, "run_id": name, "attempt": 1})
+    )
+    (folder / "spec.json").write_text(spec.model_dump_json())
+    trainer = {"cpu": {"machine": "x86_64"}, "versions": {"torch": torch}}
+    (leg / "environment.json").write_text(json.dumps({"trainer": trainer}))
+    header = LedgerHeader(
+        trajectory=trajectory_fingerprint(spec), plan="p", run_id=name, leg="a", start_step=0
+    )
+    ledger = LedgerWriter(leg, header=header)
+    for step in (0, 1):
+        digests = {"weights": {"w": digest_floats("w", [weight * step])}}
+        ledger.append(StepRecord(step=step, update=step - 1, digests=digests))
+    night = {"device_class": DEVICE, "first_suspect": None}
+    (folder / "verdict.json").write_text(
+        json.dumps({"verdict": verdict, "chain_digest": ledger.chain, "night": night})
+    )
+    sync_quietly(folder)
+    time.sleep(0.01)  # MLflow orders by milliseconds
+    return folder
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store of its own for each test."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    return tmp_path / "runs"
+
+
+def baseline_of(folder: Path) -> Any:
+    return find_baseline(folder, read_spec(folder), device=DEVICE)
+
+
+@pytest.mark.timeout(120)
+def test_the_last_green_night_of_the_same_trajectory_is_the_baseline(runs_dir: Path) -> None:
+    first = make_night(runs_dir, "night-1", "Identical")
+    alone = baseline_of(first)
+    assert (alone.folder, alone.run_id) == (None, None)
+    assert alone.note == f"no green night of this trajectory on {DEVICE}"
+    assert baseline_row(first).verdict is None
+
+    second = make_night(runs_dir, "night-2", "Identical", torch="2")
+    make_night(runs_dir, "night-3", "Diverged", weight=2.0)
+    other = make_night(runs_dir, "other", "Identical", "seeds.root=7")
+    tonight = make_night(runs_dir, "tonight", "none yet", weight=2.0, torch="3")
+    # Red nights and other trajectories are passed over; another library is no reason to.
+    assert baseline_of(tonight).folder == second
+    found = baseline_row(tonight)
+    assert (found.name, str(found.verdict)) == ("tonight = night-2", "Diverged")
+    assert str(found.suspects[0]) == "library torch: 2 -> 3 (trainer)"
+    assert found.commands == ("lockstep diff night-2/a tonight/a",)
+    assert "since" in baseline_of(other).note
+    assert "seeds.root: 1234 -> 7" in baseline_of(other).note
+    assert find_baseline(tonight, read_spec(tonight), device="cuda/H200").folder is None
+
+    # A night whose folder is gone is passed over, and that is said.
+    (second / "a" / "ledger.jsonl").unlink()
+    assert baseline_of(tonight).folder == first
+    assert "the folders of night-2 are gone" in baseline_of(tonight).note
+
+
+@pytest.mark.timeout(120)
+def test_an_explicit_baseline_wins_and_says_what_it_undoes(runs_dir: Path) -> None:
+    first = make_night(runs_dir, "night-1", "Identical")
+    make_night(runs_dir, "night-2", "Identical")
+    red = make_night(runs_dir, "night-3", "Diverged", weight=2.0)
+    tonight = make_night(runs_dir, "tonight", "none yet")
+
+    (done,) = set_baseline(first, reason=None)
+    assert done.startswith("night-1 (Identical) is the baseline of trajectory ")
+    assert baseline_of(tonight).folder == first
+    assert baseline_of(tonight).is_explicit
+
+    with pytest.raises(SpecError, match=r"night-3 ended Diverged.*--reason"):
+        set_baseline(red, reason=None)
+    assert baseline_of(tonight).folder == first
+    undone, done = set_baseline(red, reason="new kernel, reviewed")
+    assert undone.startswith("night-1 is the baseline no more; it was since ")
+    assert done.startswith("night-3 (Diverged) is the baseline")
+    assert baseline_of(tonight).folder == red
+    assert "because: new kernel, reviewed" in baseline_of(tonight).note
+    assert [run.tags["lockstep.run_id"] for run in explicit_baselines(runs_dir)] == ["night-3"]
+
+    with pytest.raises(SpecError, match="night-1 is no explicit baseline"):
+        unset_baseline(first)
+    unset_baseline(red)
+    assert baseline_of(tonight).run_id == "night-2"
+    assert explicit_baselines(runs_dir) == []
+
+    set_baseline(first, reason=None)
+    (first / "a" / "ledger.jsonl").unlink()
+    with pytest.raises(LockstepError, match="the baseline night-1 has no ledger"):
+        baseline_of(tonight)
+    assert str(baseline_row(tonight).verdict) == "Incomparable"
+
+
+def test_a_store_that_cannot_be_read_makes_the_night_red(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tonight = make_night(runs_dir, "tonight", "Identical")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    found = baseline_row(tonight)
+    assert str(found.verdict) == "Incomparable"
+    assert "the baseline was not found" in found.summary
