@@ -201,12 +201,7 @@ ROWS = [
 
 
 OFF_POLICY_ROWS = [
-    pytest.param(
-        model,
-        case,
-        id=f"{model.family}-{case.name}",
-        marks=() if (model, case) == (QWEN3_MOE, OFF_POLICY_CASES[1]) else pytest.mark.exhaustive,
-    )
+    pytest.param(model, case, id=f"{model.family}-{case.name}", marks=pytest.mark.exhaustive)
     for model in FAMILIES
     for case in OFF_POLICY_CASES
 ]
