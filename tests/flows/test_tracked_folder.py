@@ -28,7 +28,8 @@ from tasks.tracked_folder import (
 def environment_tag(folder: Path, torch: str, host: str) -> str:
     facts = {"trainer": {"torch": torch, "ambient": {"host": host}}}
     (folder / "environment.json").write_text(json.dumps(facts))
-    return leg_tags(Leg(name="a", folder=folder, steps=()))["lockstep.environment_fingerprint"]
+    tags = leg_tags(Leg(name="a", folder=folder, steps=()), device="cpu")
+    return tags["lockstep.environment_fingerprint"]
 
 
 def test_the_environment_tag_changes_with_a_fact_and_not_with_the_host(tmp_path: Path) -> None:
@@ -110,7 +111,8 @@ def test_a_verdict_that_compared_nothing_has_no_points() -> None:
 def test_a_difference_at_line_0_drops_before_the_first_step() -> None:
     first = {"step": 0, "probe": "weights", "max_ulp": None}
     comparison = {"verdict": "Diverged", "common_steps": 4, "first": first}
-    assert verdict_points({"comparison": comparison}) == [("repro/identical", 0, 0.0)]
+    points = verdict_points({"comparison": comparison})
+    assert points == [("repro/identical", step, 0.0) for step in range(5)]
 
 
 @pytest.mark.parametrize(
