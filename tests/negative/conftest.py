@@ -25,7 +25,7 @@ def drilled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ],
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1500,
         check=False,
         env=clean_environment(folder / "prefect home", PYTHONPATH=os.pathsep.join([str(ROOT)])),
         cwd=ROOT,

@@ -25,6 +25,10 @@ SMALLEST_CATALOGUE = 40
 DRILL_FOLDER = Path(live.__file__).parent
 
 
+pytestmark = pytest.mark.timeout(1600)
+"""The first of them waits for the whole drill."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught_at_its_place(drilled: dict[str, Any], name: str) -> None:

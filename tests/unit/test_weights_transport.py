@@ -12,7 +12,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from engines.weights import device_memory, layout, transport
-from engines.weights.layout import Layout, TensorMeta, plan_buckets
+from engines.weights.layout import Layout, TensorMeta, plan_buckets, require_bucket
 from engines.weights.transport import Receiver, Sender, SharedSender, open_receiver, open_sender
 from model_specs.errors import EngineError
 
@@ -136,20 +136,27 @@ def test_what_may_still_be_on_its_way_is_refused(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("sent", "says"),
     [
-        ("bias", TENSORS["norm"]),
-        ("norm", TENSORS["norm"].float()),
-        ("norm", TENSORS["bias"]),
+        ([("bias", TENSORS["norm"])], "missing: norm; unknown: bias"),
+        ([], "missing: norm"),
+        ([("norm", TENSORS["norm"].float())], "of another kind: norm float32"),
+        ([("norm", TENSORS["bias"])], "of another kind: norm"),
     ],
 )
-def test_a_tensor_that_the_layout_does_not_have_there_is_refused(
-    wrong: tuple[str, torch.Tensor], tmp_path: Path
+def test_a_bucket_that_is_not_what_its_layout_says_is_refused(
+    sent: list[tuple[str, torch.Tensor]], says: str
 ) -> None:
-    sender, _ = ends("cuda_ipc", tmp_path)
-    sender.begin(((METAS[2],),))
-    with pytest.raises(EngineError, match="where the layout of the push has norm"):
-        sender.put(0, [wrong])
+    with pytest.raises(EngineError, match=f"bucket 0 of the push is not .*{says}"):
+        require_bucket(0, (METAS[2],), sent)
+    require_bucket(0, (METAS[2],), [("norm", TENSORS["norm"])])
+
+
+def test_a_bucket_in_another_order_is_refused() -> None:
+    tensors = [(meta.name, TENSORS[meta.name]) for meta in METAS]
+    require_bucket(0, tuple(METAS), tensors)
+    with pytest.raises(EngineError, match="in another order"):
+        require_bucket(0, tuple(METAS), tensors[::-1])
 
 
 def test_memory_without_an_ipc_handle_is_refused_before_it_is_exported(
