@@ -137,7 +137,8 @@ def test_head_logprobs_are_those_of_linear_and_chosen_logprobs(device):
     assert torch.equal(cuda.head_logprobs(hidden, weight, ids, temperature=1.0)[0], apart)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+# float16, which no run uses, has no number that is low enough.
+@pytest.mark.parametrize("dtype", sorted({torch.float32, HALF} - {torch.float16}, key=str))
 def test_forbidden_tokens_are_minus_infinity_to_the_bit_and_have_no_gradient(device, dtype):
     from engines.numerics import cuda
 
@@ -145,7 +146,6 @@ def test_forbidden_tokens_are_minus_infinity_to_the_bit_and_have_no_gradient(dev
     hidden = torch.randn(6, 24, generator=generator).to(dtype).to(device)
     weight = (torch.randn(90, 24, generator=generator) * 0.3).to(dtype).to(device)
     ids = torch.arange(20, 26, device=device)
-    # float16 has no -1e30: there the finite logit is minus infinity, and its gradient not asked.
     forbidden = Forbidden(
         torch.tensor([3, 89], device=device), torch.tensor([True, False] * 3, device=device)
     )
@@ -157,8 +157,6 @@ def test_forbidden_tokens_are_minus_infinity_to_the_bit_and_have_no_gradient(dev
     free = cuda.head_logprobs(*inputs, ids, temperature=0.7)
     assert torch.equal(free[0] == outputs[0], ~forbidden.rows)
     assert outputs[1].isfinite().all()
-    if dtype == torch.float16:
-        return
     everywhere = forbidden._replace(rows=torch.ones_like(forbidden.rows))
     outputs = cuda.head_logprobs(*inputs, ids, temperature=0.7, forbidden=everywhere)
     of_hidden, of_weight = torch.autograd.grad(sum(outputs).sum(), inputs)
