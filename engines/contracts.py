@@ -89,6 +89,10 @@ class Sample:
     text: str
     finish_reason: Literal["stop", "length"]
     stop_token: int | str | None = None
+    forbidden_ids: tuple[int, ...] = ()
+    """End-of-sequence ids that had no probability before position `forbidden_until`."""
+    forbidden_until: int = 0
+    """`sampling.min_new_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,22 @@ class TrainSample:
     """Left out of the loss (a truncated sample under `loss.mask_truncated`), still scored."""
     rollout_logprobs: tuple[float, ...] = ()
     """float32 values, the behaviour policy of `loss.tis_clip`; empty everywhere else."""
+    forbidden_ids: tuple[int, ...] = ()
+    forbidden_until: int = 0
+    """As in `Sample`: the distribution that was drawn from is the one that is scored."""
+
+    @classmethod
+    def of(cls, sample: Sample, *, advantage: float = 0.0, masked: bool = False) -> TrainSample:
+        """Return what the trainer may know of a sample."""
+        return cls(
+            request_id=sample.request_id,
+            prompt_token_ids=sample.prompt_token_ids,
+            token_ids=sample.token_ids,
+            advantage=advantage,
+            masked=masked,
+            forbidden_ids=sample.forbidden_ids,
+            forbidden_until=sample.forbidden_until,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -320,10 +320,8 @@ def _train_samples(
     samples: Sequence[Sample], advantages: Sequence[float], spec: RunSpec
 ) -> tuple[TrainSample, ...]:
     return tuple(
-        TrainSample(
-            request_id=sample.request_id,
-            prompt_token_ids=sample.prompt_token_ids,
-            token_ids=sample.token_ids,
+        TrainSample.of(
+            sample,
             advantage=advantage,
             masked=spec.loss.mask_truncated and sample.finish_reason == "length",
         )

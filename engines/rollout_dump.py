@@ -127,5 +127,6 @@ def _sample(row: Mapping[str, Any]) -> Sample:
             "prompt_token_ids": tuple(row["prompt_token_ids"]),
             "token_ids": tuple(row["token_ids"]),
             "logprobs": tuple(decode_value(value) for value in row["logprobs"]),
+            "forbidden_ids": tuple(row.get("forbidden_ids", ())),
         }
     )

@@ -291,12 +291,6 @@ class RunSpec(Frozen):
                 "vocabulary, so processed log-probs are renormalised over the kept tokens and the "
                 "log-prob gate cannot hold; set top_p=1, top_k=-1, or plan.gates.logprobs=off"
             )
-        if self.sampling.min_new_tokens and self.plan.gates.logprobs != "off":
-            raise SpecError(
-                f"sampling.min_new_tokens={self.sampling.min_new_tokens} masks the stop tokens "
-                "until then, so log-probs are renormalised and the log-prob gate cannot hold; set "
-                "it to 0, or plan.gates.logprobs=off"
-            )
         if self.plan.num_steps <= self.start_step:
             raise SpecError(
                 f"plan.num_steps={self.plan.num_steps}, but the run begins after step "

@@ -298,11 +298,4 @@ def _stock(
 
 
 def _as_train_samples(samples: Sequence[Sample]) -> tuple[TrainSample, ...]:
-    return tuple(
-        TrainSample(
-            request_id=sample.request_id,
-            prompt_token_ids=sample.prompt_token_ids,
-            token_ids=sample.token_ids,
-        )
-        for sample in samples
-    )
+    return tuple(TrainSample.of(sample) for sample in samples)

@@ -188,7 +188,6 @@ def faults_page() -> str:
 
 
 NOT_TOGETHER = (
-    "sampling.min_new_tokens=4",
     "sampling.top_p=0.9",
     "loss.tis_clip=2.0",
     "numerics.policy=stock",

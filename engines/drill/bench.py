@@ -281,14 +281,7 @@ class Bench:
             [self.rollout_hosts[0].call("layer_states", requests, folder=str(folder))],
             what="hidden states of the rollout",
         )
-        scored = [
-            TrainSample(
-                request_id=sample.request_id,
-                prompt_token_ids=sample.prompt_token_ids,
-                token_ids=sample.token_ids,
-            )
-            for sample in samples
-        ]
+        scored = [TrainSample.of(sample) for sample in samples]
         self.trainer.layer_states(scored, folder=folder)
         result = compare_layers(folder, {s.request_id: len(s.prompt_token_ids) for s in samples})
         if result.verdict.is_green:

@@ -68,7 +68,7 @@ def stock_logprobs(
         model_dir: Exported folder with the weights that sampled.
         samples: Prompts and sampled tokens.
         temperature: `log_softmax(float32(logits) / temperature)`, as processed log-probs are
-            defined.
+            defined; over the tokens that were not forbidden.
         dtype: Dtype of weights and activations.
 
     Returns:
@@ -89,6 +89,7 @@ def stock_logprobs(
             # The row before a token predicts it; the last row predicts nothing that was drawn.
             first = len(sample.prompt_token_ids) - 1
             logits = model(ids[None], use_cache=False).logits[0, first:-1].float()
+            logits[: sample.forbidden_until, list(sample.forbidden_ids)] = -torch.inf
             rows = torch.log_softmax(logits / temperature, dim=-1)
             chosen = rows.gather(1, ids[first + 1 :, None])[:, 0]
             scores[sample.request_id] = chosen.tolist()

@@ -24,6 +24,7 @@ or bfloat16.
 | logprobs | `log_softmax_rows` | torch's, float32, contiguous | none |
 | logprobs | `chosen_logprobs` | of `float32(logits) / temperature` | |
 | logprobs | `head_logprobs` | the same on `linear`; and entropy | dW: blocks of 64 rows |
+| logprobs | `forbid_` | ids without probability in some rows | 0 |
 | sums | `token_sum`, `ordered_sum` | exactly rounded: of no order | |
 | sums | `row_square_sums`, `many_...` | float64, halved to one | none |
 | sums | `tree_sum` | balanced binary tree | none |
@@ -48,7 +49,13 @@ from engines.numerics.linear import (
     linear_multi,
     linear_weight_gradient,
 )
-from engines.numerics.logprobs import chosen_logprobs, head_logprobs, log_softmax_rows
+from engines.numerics.logprobs import (
+    Forbidden,
+    chosen_logprobs,
+    forbid_,
+    head_logprobs,
+    log_softmax_rows,
+)
 from engines.numerics.norm import rms_norm
 from engines.numerics.optimizer import adamw_step_, adamw_steps_
 from engines.numerics.pointwise import add, silu_mul
@@ -88,6 +95,7 @@ silu_mul = by_device(silu_mul)
 __all__ = [
     "ROW_BLOCK",
     "ROW_TILE",
+    "Forbidden",
     "SlotSums",
     "adamw_step_",
     "adamw_steps_",
@@ -96,6 +104,7 @@ __all__ = [
     "chosen_logprobs",
     "embedding",
     "expert_mlp",
+    "forbid_",
     "head_logprobs",
     "linear",
     "linear_input_gradient",

@@ -1,13 +1,14 @@
 """Log-probabilities of chosen tokens, as the sampler sees them, with or without the head.
 
 The definition is `log_softmax(float32(logits) / temperature)`, row by row: what vLLM calls
-processed log-probs when no token is cut off. `head_logprobs` never holds more logits than one chunk
-of rows.
+processed log-probs when no token is cut off. Tokens that are forbidden in a row (end tokens, before
+the least length) leave it as if the vocabulary lacked them. `head_logprobs` never holds more logits
+than one chunk of rows.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,37 @@ from torch.autograd.function import once_differentiable
 from engines.numerics.blocks import ROW_BLOCK, ROW_TILE, pad_rows
 from engines.numerics.linear import linear_input_gradient, linear_weight_gradient
 from engines.numerics.slot_sums import next_op_sums
+
+FORBIDDEN_LOGIT = -1e30
+"""Its probability is exactly 0 as that of minus infinity is, but 0 times its log is no NaN."""
+
+
+class Forbidden(NamedTuple):
+    """Tokens that cannot be drawn, and the rows in which they cannot."""
+
+    ids: torch.Tensor
+    """int64 `[F]`, no id twice."""
+    rows: torch.Tensor
+    """bool `[M]`."""
+
+
+def forbid_(
+    logits: torch.Tensor, forbidden: Forbidden | None, rows: slice | torch.Tensor
+) -> torch.Tensor:
+    """Overwrite the logits of forbidden tokens in place, and return the logits.
+
+    The log-probs of all other tokens then have the bits that minus infinity would give them.
+
+    Args:
+        logits: `[m, V]`, float32 or bfloat16.
+        forbidden: none forbids nothing.
+        rows: which `m` of the rows of `forbidden` these are.
+    """
+    if forbidden is not None:
+        kept = logits.index_select(1, forbidden.ids)
+        kept = kept.masked_fill(forbidden.rows[rows][:, None], FORBIDDEN_LOGIT)
+        logits.index_copy_(1, forbidden.ids, kept)
+    return logits
 
 
 def log_softmax_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -54,6 +86,7 @@ def head_logprobs(
     *,
     temperature: float,
     chunk_rows: int = 64,
+    forbidden: Forbidden | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob of one token a row, and entropy of the row, straight from the hidden state.
 
@@ -67,6 +100,8 @@ def head_logprobs(
         ids: int64 `[M]`.
         temperature: positive; divides the logits in float32.
         chunk_rows: rows of logits held at a time, a multiple of 64; it decides no bit.
+        forbidden: tokens without probability; none of `ids` may be one where it is forbidden. The
+            gradient of their logits is exactly 0.
 
     Returns:
         Log-probs and entropies in nats, float32 `[M]` each.
@@ -75,7 +110,9 @@ def head_logprobs(
         raise ValueError(
             f"head_logprobs: chunk_rows is {chunk_rows}; use a multiple of {ROW_BLOCK}"
         )
-    return _HeadLogprobs.apply(hidden, weight, ids, temperature, chunk_rows)  # type: ignore[no-any-return]
+    return _HeadLogprobs.apply(  # type: ignore[no-any-return]
+        hidden, weight, ids, temperature, chunk_rows, forbidden
+    )
 
 
 def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -134,17 +171,19 @@ class _HeadLogprobs(torch.autograd.Function):
         ids: torch.Tensor,
         temperature: float,
         chunk_rows: int,
+        forbidden: Forbidden | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropy = torch.empty_like(chosen)
         for start in range(0, hidden.shape[0], chunk_rows):
             rows = slice(start, min(start + chunk_rows, hidden.shape[0]))
             count = rows.stop - rows.start
-            logprobs = _head_chunk(hidden[rows], weight, temperature)
+            logprobs = _head_chunk(hidden, weight, rows, temperature, forbidden)
             chosen[rows] = logprobs[:count].gather(1, ids[rows, None])[:, 0]
             entropy[rows] = (logprobs.exp() * logprobs).sum(-1).neg_()[:count]
         ctx.save_for_backward(hidden, weight, ids, entropy)
         ctx.temperature, ctx.chunk_rows, ctx.sums = temperature, chunk_rows, next_op_sums()
+        ctx.forbidden = forbidden
         ctx.set_materialize_grads(False)
         return chosen, entropy
 
@@ -164,16 +203,28 @@ class _HeadLogprobs(torch.autograd.Function):
             of_entropy_rows = None if of_entropy is None else of_entropy[rows]
             if not upstream[rows].any() and (of_entropy_rows is None or not of_entropy_rows.any()):
                 continue
-            logprobs = _head_chunk(hidden[rows], weight, ctx.temperature)[: rows.stop - rows.start]
+            logprobs = _head_chunk(hidden, weight, rows, ctx.temperature, ctx.forbidden)
             of_logits = _logits_gradient(
-                logprobs, ids[rows], upstream[rows], of_entropy_rows, entropy[rows], ctx.temperature
+                logprobs[: rows.stop - start],
+                ids[rows],
+                upstream[rows],
+                of_entropy_rows,
+                entropy[rows],
+                ctx.temperature,
             ).to(hidden.dtype)
             of_hidden[rows] = linear_input_gradient((of_logits,), (weight,))
             linear_weight_gradient(of_logits, hidden[rows], total=of_weight)
-        return of_hidden, ctx.sums.rounded(0, of_weight, weight.dtype), None, None, None
+        return of_hidden, ctx.sums.rounded(0, of_weight, weight.dtype), None, None, None, None
 
 
-def _head_chunk(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return float32 log-probs `[rows padded to 16, V]`."""
-    logits = F.linear(pad_rows(hidden, ROW_TILE), weight.contiguous())
+def _head_chunk(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    rows: slice,
+    temperature: float,
+    forbidden: Forbidden | None,
+) -> torch.Tensor:
+    """Return float32 log-probs of these rows, `[rows padded to 16, V]`."""
+    logits = F.linear(pad_rows(hidden[rows], ROW_TILE), weight.contiguous())
+    forbid_(logits[: rows.stop - rows.start], forbidden, rows)
     return log_softmax_rows(_tempered(logits, temperature))

@@ -48,7 +48,9 @@ def sampling_params(
     """Return vLLM's parameters of one request.
 
     Processed log-probs are those of the distribution that was drawn from, that is
-    `log_softmax(float32(logits) / temperature)` where the whole vocabulary is kept.
+    `log_softmax(float32(logits) / temperature)` where the whole vocabulary is kept. Until
+    there are `min_new_tokens` tokens vLLM sets the logits of all `stop_token_ids` to minus
+    infinity, and looks for no stop string.
     """
     from vllm import SamplingParams
 
@@ -69,7 +71,11 @@ def sampling_params(
 
 
 def to_sample(
-    request: SampleRequest, output: RequestOutput, *, stop_token_ids: Iterable[int]
+    request: SampleRequest,
+    output: RequestOutput,
+    *,
+    stop_token_ids: tuple[int, ...],
+    min_new_tokens: int = 0,
 ) -> Sample:
     """Return what vLLM drew for a request, checked.
 
@@ -77,6 +83,7 @@ def to_sample(
         request: What was asked for.
         output: vLLM's finished answer.
         stop_token_ids: Ids that had to end the completion.
+        min_new_tokens: Number of tokens before which they had no probability.
 
     Raises:
         EngineError: The request ended for another reason than stop or length, numbers of ids and
@@ -104,6 +111,8 @@ def to_sample(
         text=completion.text,
         finish_reason=completion.finish_reason,
         stop_token=_stop_token(completion.finish_reason, completion.stop_reason, token_ids),
+        forbidden_ids=stop_token_ids if min_new_tokens else (),
+        forbidden_until=min_new_tokens,
     )
 
 

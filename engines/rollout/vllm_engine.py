@@ -145,7 +145,12 @@ class VllmEngine(ReceivesWeights, Sleeps):
         outputs = self._run(requests, params)
         self.cached_tokens = {name: out.num_cached_tokens or 0 for name, out in outputs.items()}
         return [
-            to_sample(request, outputs[request.request_id], stop_token_ids=self._stop_token_ids)
+            to_sample(
+                request,
+                outputs[request.request_id],
+                stop_token_ids=self._stop_token_ids,
+                min_new_tokens=chosen.min_new_tokens,
+            )
             for request in requests
         ]
 

@@ -28,7 +28,11 @@ def scored_logprobs(
         (log-probs, entropies), float32 [T] each, in nats.
     """
     logprobs, entropy = numerics.head_logprobs(
-        _CollectRows.apply(hidden, slot), weight, slot.targets, temperature=temperature
+        _CollectRows.apply(hidden, slot),
+        weight,
+        slot.targets,
+        temperature=temperature,
+        forbidden=slot.forbidden,
     )
     return logprobs.index_select(0, slot.head_rows), entropy.index_select(0, slot.head_rows)
 

@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from engines.contracts import TrainSample
-from engines.numerics import ROW_BLOCK
+from engines.numerics import ROW_BLOCK, Forbidden
 from model_specs.errors import EngineError
 
 
@@ -57,6 +58,8 @@ class PackedSlot:
     """int64 [H]: token to be scored in each head row; 0 in padding."""
     counts: tuple[int, ...]
     """Completion tokens of each sequence; they sum to T."""
+    forbidden: Forbidden | None = None
+    """Tokens that could not be drawn, and the head rows [H] in which they could not."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +76,10 @@ class PackedSlot:
         if self.ids.device == device:
             return self
         names = ("ids", "positions", "padding", "scored_rows", "head_rows", "targets")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        if self.forbidden is not None:
+            moved["forbidden"] = Forbidden(*(tensor.to(device) for tensor in self.forbidden))
+        return replace(self, **moved)
 
     def split(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Cut [T] values into one tensor a sequence."""
@@ -175,7 +181,8 @@ def pack_slot(samples: Sequence[TrainSample]) -> PackedSlot:
     """Lay samples out in rows, in the order given.
 
     Raises:
-        EngineError: There is no sample, or one has an empty prompt or completion.
+        EngineError: There is no sample, one has an empty prompt or completion, or a token where it
+            was forbidden.
     """
     if not samples:
         raise EngineError("a slot needs at least one sample, got none")
@@ -216,4 +223,30 @@ def pack_slot(samples: Sequence[TrainSample]) -> PackedSlot:
         num_head_rows=len(targets),
         targets=torch.tensor(targets, dtype=torch.int64),
         counts=tuple(len(sample.token_ids) for sample in samples),
+        forbidden=_forbidden(samples),
     )
+
+
+def _forbidden(samples: Sequence[TrainSample]) -> Forbidden | None:
+    """Return what was forbidden in which head rows; None where nothing was."""
+    ids = {sample.forbidden_ids for sample in samples if sample.forbidden_ids}
+    if not ids:
+        return None
+    if len(ids) > 1:
+        raise EngineError(
+            f"samples of one slot were drawn under different forbidden ids: {sorted(ids)}; they "
+            "must come of one model and one spec"
+        )
+    rows: list[bool] = []
+    for sample in samples:
+        count = len(sample.token_ids)
+        until = min(sample.forbidden_until, count) if sample.forbidden_ids else 0
+        for position, token in enumerate(sample.token_ids[:until]):
+            if token in sample.forbidden_ids:
+                raise EngineError(
+                    f"{sample.request_id}: token {token} at position {position} ends a completion, "
+                    f"which was forbidden before position {sample.forbidden_until}: it has no "
+                    "log-prob; the rollout does not keep sampling.min_new_tokens"
+                )
+        rows += [True] * until + [False] * (count - until + -count % ROW_BLOCK)
+    return Forbidden(torch.tensor(*ids, dtype=torch.int64), torch.tensor(rows, dtype=torch.bool))

@@ -179,16 +179,7 @@ def _trainer(rollout: Rollout, weights: Weights) -> Callable[[Sequence[Sample]],
     share_forward(model, rollout.spec.model, temperature=rollout.spec.sampling.temperature)
 
     def score(samples: Sequence[Sample]) -> dict[str, Any]:
-        packed = pack_slot(
-            [
-                TrainSample(
-                    request_id=sample.request_id,
-                    prompt_token_ids=sample.prompt_token_ids,
-                    token_ids=sample.token_ids,
-                )
-                for sample in samples
-            ]
-        )
+        packed = pack_slot([TrainSample.of(sample) for sample in samples])
         with torch.no_grad():
             logprobs, _ = model(packed)
         return {
@@ -265,8 +256,34 @@ def test_every_end_of_sequence_id_ends_a_completion_and_is_scored(small: Rollout
         inner = sample.token_ids[:-1] if sample in stopped else sample.token_ids
         assert not {END, OTHER_END} & set(inner)
         assert sample.stop_token == (sample.token_ids[-1] if sample in stopped else None)
-    long = small.generate(_requests(32), min_new_tokens=12)
-    assert min(len(sample.token_ids) for sample in long) >= 12
+
+
+def test_a_least_length_is_scored_as_it_was_drawn(small: Rollout) -> None:
+    small.push(small.weights)
+    requests = _requests(32)
+    free = small.generate(requests)
+    assert any(len(sample.token_ids) < 12 for sample in free)
+    assert {(sample.forbidden_ids, sample.forbidden_until) for sample in free} == {((), 0)}
+    samples = small.generate(requests, min_new_tokens=12)
+    assert min(len(sample.token_ids) for sample in samples) >= 12
+    assert any(sample.finish_reason == "stop" for sample in samples)
+    assert {sample.forbidden_ids for sample in samples} == {(END, OTHER_END)}
+    score = _trainer(small, small.weights)
+    gate = compare_logprobs(1, samples, score(samples))
+    assert gate.aligned, gate.violations()
+    assert gate.max_abs_diff == 0.0
+    band = small.spec.plan.gates.stock_band_float32
+    stock = judge_stock(samples, _stock(small, samples), dtype="float32", band_float32=band)
+    assert stock.holds, stock.reason
+    # The control: the trainer's whole vocabulary, and the trainer's mask a token too long.
+    blind = [replace(sample, forbidden_ids=(), forbidden_until=0) for sample in samples]
+    assert not compare_logprobs(1, samples, score(blind)).aligned
+    assert not judge_stock(samples, _stock(small, blind), dtype="float32", band_float32=band).holds
+    longer = [replace(s, forbidden_until=13) for s in samples if len(s.token_ids) > 13]
+    kept = [sample for sample in samples if len(sample.token_ids) > 13]
+    off_by_one = compare_logprobs(1, kept, score(longer))
+    assert not off_by_one.aligned
+    assert off_by_one.num_tokens - off_by_one.num_exact <= len(kept)
 
 
 def test_a_stop_string_ends_a_completion_and_its_tokens_stay(small: Rollout) -> None:

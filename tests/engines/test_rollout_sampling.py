@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engines.contracts import SampleRequest
+from engines.contracts import SampleRequest, TrainSample
 from engines.rollout.plugin import check_version, hook
 from engines.rollout.sampling import (
     check_stopped,
@@ -56,6 +56,16 @@ def test_the_sampled_end_of_sequence_token_is_kept_and_scored() -> None:
     assert sample.token_ids == (8, 3)
     assert sample.logprobs == (-1.0, -2.0)
     assert sample.stop_token == 3
+
+
+def test_what_was_forbidden_and_until_when_goes_with_the_sample() -> None:
+    free = to_sample(REQUEST, _answer(), stop_token_ids=(3, 5))
+    assert (free.forbidden_ids, free.forbidden_until) == ((), 0)
+    scored = TrainSample.of(
+        to_sample(REQUEST, _answer(), stop_token_ids=(3, 5), min_new_tokens=1), masked=True
+    )
+    assert (scored.forbidden_ids, scored.forbidden_until) == ((3, 5), 1)
+    assert (scored.token_ids, scored.masked, scored.rollout_logprobs) == ((8, 3), True, ())
 
 
 def test_a_nan_is_kept_for_the_gate() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,26 @@ def test_each_token_is_scored_as_transformers_scores_it_alone(model: torch.nn.Mo
         alone = rows.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(row, alone, rtol=0, atol=1e-5)
         torch.testing.assert_close(spread, -(rows.exp() * rows).sum(-1), rtol=0, atol=1e-5)
+
+
+def test_a_forbidden_token_has_no_probability_and_no_gradient(model: torch.nn.Module) -> None:
+    stock, shared = copy.deepcopy(model), copy.deepcopy(model)
+    stock_forward(stock, temperature=TEMPERATURE)
+    share_forward(shared, TINY_MODEL, temperature=TEMPERATURE)
+    free = pack_slot(samples())
+    for until in (4, 99):
+        slot = pack_slot(
+            [replace(one, forbidden_ids=(1, 2), forbidden_until=until) for one in samples()]
+        )
+        logprobs, entropy = stock(slot)
+        torch.testing.assert_close(shared(slot)[0], logprobs, rtol=0, atol=1e-4)
+        first = torch.cat([torch.arange(count) < until for count in slot.counts])
+        assert torch.equal(stock(free)[0] < logprobs, first)
+    (logprobs.sum() + entropy.sum()).backward()
+    gradient = stock.get_submodule("lm_head").weight.grad
+    assert not gradient[[1, 2]].any()
+    stock(free)[0].sum().backward()
+    assert gradient[[1, 2]].all()
 
 
 def test_the_shared_ops_compute_the_same_function_and_other_bits(model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engines import runs
+from engines.contracts import Sample
 from engines.loop import DrawnStep
 from engines.provenance.diff import compare_ledgers
 from engines.provenance.ledger import LedgerLine, read_ledger, verify_ledger
@@ -123,6 +124,32 @@ def empty_step(step: int) -> DrawnStep:
     return DrawnStep(
         step=step, prompts=(), samples=(), rewards=(), advantages=(), groups_with_variance=0
     )
+
+
+def test_what_a_least_length_forbade_is_read_back_and_older_dumps_forbid_nothing(
+    tmp_path: Path,
+) -> None:
+    sample = Sample(
+        request_id="1/p/0",
+        prompt_id="p",
+        sample_index=0,
+        prompt_token_ids=(5, 6),
+        token_ids=(8, 3),
+        logprobs=(-1.5, -0.1),
+        text="x",
+        finish_reason="stop",
+        stop_token=3,
+        forbidden_ids=(3, 50),
+        forbidden_until=1,
+    )
+    drawn = replace(empty_step(1), samples=(sample,), rewards=(0.5,))
+    path = write_dump(tmp_path, drawn, trajectory="t")
+    assert read_dumps(path)[0].drawn == drawn
+    content = json.loads(path.read_text())
+    del content["samples"][0]["forbidden_ids"], content["samples"][0]["forbidden_until"]
+    path.write_text(json.dumps(content))
+    (older,) = read_dumps(path)[0].drawn.samples
+    assert older == replace(sample, forbidden_ids=(), forbidden_until=0)
 
 
 def test_missing_damaged_and_absent_dumps_are_named(tmp_path: Path) -> None:

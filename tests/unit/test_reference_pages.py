@@ -90,14 +90,14 @@ def test_what_is_out_of_scope_is_refused_by_its_name_and_reason(name: str) -> No
     assert refusals(load_recipe("tiny_cpu")) == []
 
 
-def test_a_minimum_length_is_refused_beside_the_log_prob_gate_and_the_page_says_why() -> None:
-    minimum = "sampling.min_new_tokens=4"
-    with pytest.raises(SpecError, match="masks the stop tokens until then") as refused:
-        apply_overrides(load_recipe("tiny_cpu"), (minimum,))
+def test_a_cut_vocabulary_is_refused_beside_the_log_prob_gate_and_the_page_says_why() -> None:
+    cut = "sampling.top_p=0.9"
+    with pytest.raises(SpecError, match="renormalised over the kept tokens") as refused:
+        apply_overrides(load_recipe("tiny_cpu"), (cut,))
     page = (ROOT / "docs" / "out-of-scope.md").read_text()
-    assert f"| `{minimum}` | {refused.value} |" in page
-    allowed = apply_overrides(load_recipe("tiny_cpu"), (minimum, "plan.gates.logprobs=off"))
-    assert allowed.sampling.min_new_tokens == 4
+    assert f"| `{cut}` | {refused.value} |" in page
+    allowed = apply_overrides(load_recipe("tiny_cpu"), (cut, "plan.gates.logprobs=off"))
+    assert allowed.sampling.top_p == 0.9
 
 
 def commands(page: Path) -> list[list[str]]:

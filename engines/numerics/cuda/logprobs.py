@@ -18,6 +18,7 @@ from engines.numerics.blocks import ROW_BLOCK
 from engines.numerics.cuda.layout import row_major
 from engines.numerics.cuda.linear import linear_input_gradient, linear_weight_gradient
 from engines.numerics.cuda.matmul import matmul
+from engines.numerics.logprobs import Forbidden, forbid_
 from engines.numerics.slot_sums import next_op_sums
 
 _BLOCK = 4096
@@ -337,6 +338,7 @@ def head_logprobs(
     *,
     temperature: float,
     chunk_rows: int = _CHUNK_ROWS,
+    forbidden: Forbidden | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob of one token a row, and entropy of the row, straight from the hidden state.
 
@@ -347,6 +349,8 @@ def head_logprobs(
         temperature: positive; divides the logits in float32.
         chunk_rows: rows of logits held at a time, a multiple of 64; fewer than 2048 are taken as
             2048.
+        forbidden: tokens without probability; none of `ids` may be one where it is forbidden. The
+            gradient of their logits is exactly 0.
 
     Returns:
         Log-probs and entropies in nats, float32 `[M]` each.
@@ -356,7 +360,16 @@ def head_logprobs(
             f"head_logprobs: chunk_rows is {chunk_rows}; use a multiple of {ROW_BLOCK}"
         )
     chunk_rows = max(chunk_rows, _CHUNK_ROWS)
-    return _HeadLogprobs.apply(hidden, weight, ids, temperature, chunk_rows)  # type: ignore[no-any-return]
+    return _HeadLogprobs.apply(  # type: ignore[no-any-return]
+        hidden, weight, ids, temperature, chunk_rows, forbidden
+    )
+
+
+def _head_chunk(
+    hidden: torch.Tensor, weight: torch.Tensor, rows: slice, forbidden: Forbidden | None
+) -> torch.Tensor:
+    """Return the logits of these rows in the dtype of `hidden`, not yet tempered."""
+    return forbid_(matmul(hidden[rows], weight, transposed=True), forbidden, rows)
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -386,16 +399,25 @@ class _HeadLogprobs(torch.autograd.Function):
         ids: torch.Tensor,
         temperature: float,
         chunk_rows: int,
+        forbidden: Forbidden | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # One chunk even of no rows, so that there is something to put together.
+        chunks = [
+            slice(start, start + chunk_rows)
+            for start in range(0, max(hidden.shape[0], 1), chunk_rows)
+        ]
         figures = [
-            _rows(matmul(part, weight, transposed=True), part_ids, temperature, entropy=True)
-            for part, part_ids in zip(hidden.split(chunk_rows), ids.split(chunk_rows), strict=True)
+            _rows(
+                _head_chunk(hidden, weight, rows, forbidden), ids[rows], temperature, entropy=True
+            )
+            for rows in chunks
         ]
         chosen, maximum, log_sum, entropy = (
             torch.cat([chunk[index] for chunk in figures]) for index in range(4)
         )
         ctx.save_for_backward(hidden, weight, ids, maximum, log_sum, entropy)
         ctx.temperature, ctx.chunk_rows, ctx.sums = temperature, chunk_rows, next_op_sums()
+        ctx.forbidden = forbidden
         ctx.set_materialize_grads(False)
         return chosen, entropy
 
@@ -411,7 +433,7 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.chunk_rows):
             rows = slice(start, start + ctx.chunk_rows)
             of_logits = _logits_gradient(
-                matmul(hidden[rows], weight, transposed=True),
+                _head_chunk(hidden, weight, rows, ctx.forbidden),
                 ids[rows],
                 (maximum[rows], log_sum[rows], entropy[rows]),
                 upstream[rows],
@@ -422,4 +444,4 @@ class _HeadLogprobs(torch.autograd.Function):
             of_weight = linear_weight_gradient(of_logits, hidden[rows], total=of_weight)
         if of_weight is None:  # no rows
             of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        return of_hidden, ctx.sums.rounded(0, of_weight, weight.dtype), None, None, None
+        return of_hidden, ctx.sums.rounded(0, of_weight, weight.dtype), None, None, None, None

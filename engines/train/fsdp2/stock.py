@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from engines import numerics
 from engines.train.slots import PackedSlot
 
 
@@ -36,6 +37,7 @@ def stock_forward(model: torch.nn.Module, *, temperature: float) -> None:
         ids, mask = _as_batch(slot)
         output = original(self, input_ids=ids, attention_mask=mask, use_cache=False)
         rows = output.logits[mask.bool()].index_select(0, _row_of_token(slot))
+        rows = numerics.forbid_(rows, slot.forbidden, slot.head_rows)
         logprobs = torch.log_softmax(rows.float() / temperature, dim=-1)
         chosen = slot.targets.index_select(0, slot.head_rows)
         entropy = -(logprobs.exp() * logprobs).sum(-1)

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from engines.numerics import chosen_logprobs, head_logprobs, linear, log_softmax_rows
+from engines.numerics import (
+    Forbidden,
+    chosen_logprobs,
+    head_logprobs,
+    linear,
+    log_softmax_rows,
+)
 
 VOCABULARY, HIDDEN = 515, 48
 
@@ -126,6 +132,69 @@ def test_values_and_gradients_match_float64(dtype, relative_error):
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for value, target in zip(mine, reference, strict=True):
         assert relative_error(value, target) < tolerance
+
+
+def forbidding(rows):
+    """Two ids in every third row, and one more that no row is scored for, in all of them."""
+    mask = torch.arange(rows) % 3 == 0
+    return Forbidden(torch.tensor([0, 77]), mask), Forbidden(torch.tensor([9]), mask | True)
+
+
+def masked_as_by_a_sampler(logits, forbidden):
+    rows = forbidden.rows.nonzero()
+    return logits.index_put((rows, forbidden.ids), torch.tensor(-torch.inf).to(logits))
+
+
+def allowed_ids(rows):
+    return torch.randint(100, VOCABULARY, (rows,))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_forbidden_tokens_are_minus_infinity_to_the_bit(dtype, same_bits, which):
+    hidden, weight, _ = head_inputs(200, dtype)
+    hidden, ids, forbidden = hidden * 0.1, allowed_ids(200), forbidding(200)[which]
+    logits = masked_as_by_a_sampler(linear(hidden, weight).float(), forbidden)
+    expected = log_softmax_rows(logits / torch.full((1, 1), 0.7)).gather(1, ids[:, None])[:, 0]
+    for chunk_rows in (64, 128):
+        options = {"temperature": 0.7, "chunk_rows": chunk_rows, "forbidden": forbidden}
+        chosen, entropy = head_logprobs(hidden, weight, ids, **options)
+        assert same_bits(chosen, expected)
+        assert entropy.isfinite().all()
+    free, _ = head_logprobs(hidden, weight, ids, temperature=0.7)
+    assert same_bits(free[~forbidden.rows], expected[~forbidden.rows])
+    assert (free[forbidden.rows] != expected[forbidden.rows]).double().mean() > 0.5
+
+
+def test_minus_infinity_gives_a_large_vocabulary_the_same_bits(same_bits):
+    logits = torch.randn(16, 49152) * 4
+    finite, infinite = logits.clone(), logits.clone()
+    finite[:, [0, 5, 49151]], infinite[:, [0, 5, 49151]] = -1e30, -torch.inf
+    allowed = slice(6, 49151)
+    found = log_softmax_rows(infinite)[:, allowed]
+    assert same_bits(log_softmax_rows(finite)[:, allowed], found)
+    assert not same_bits(log_softmax_rows(logits)[:, allowed], found)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_gradients_beside_forbidden_tokens_match_float64(dtype, relative_error, which):
+    hidden, weight, _ = head_inputs(100, dtype)
+    hidden, ids, forbidden = hidden * 0.2, allowed_ids(100), forbidding(100)[which]
+    weights = torch.randn(100), torch.randn(100)
+    mine = head_with_gradients(hidden, weight, ids, *weights, forbidden=forbidden)
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    logits = masked_as_by_a_sampler(exact[0] @ exact[1].t() / 0.7, forbidden)
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(1, ids[:, None])[:, 0]
+    entropy = -(logprobs.exp() * logprobs.clamp_min(-1e9)).sum(-1)
+    ((chosen * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
+    reference = [chosen.detach(), entropy.detach(), exact[0].grad, exact[1].grad]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for value, target in zip(mine, reference, strict=True):
+        assert relative_error(value, target) < tolerance
+    if forbidden.rows.all():
+        assert not mine[3][forbidden.ids].any()
+        free = head_with_gradients(hidden, weight, ids, *weights)
+        assert free[3][forbidden.ids].any()
 
 
 def test_bad_arguments_are_refused():

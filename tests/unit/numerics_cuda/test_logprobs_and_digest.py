@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from engines.numerics.logprobs import Forbidden
 from engines.numerics.logprobs import chosen_logprobs as cpu_chosen_logprobs
 from engines.numerics.logprobs import head_logprobs as cpu_head_logprobs
 from engines.provenance.digest import partial_of
@@ -134,6 +135,34 @@ def test_head_logprobs_are_those_of_linear_and_chosen_logprobs(device):
     ids = torch.arange(5, device=device)
     apart = cuda.chosen_logprobs(cuda.linear(hidden, weight), ids, temperature=1.0)
     assert torch.equal(cuda.head_logprobs(hidden, weight, ids, temperature=1.0)[0], apart)
+
+
+# float16, which no run uses, has no number that is low enough.
+@pytest.mark.parametrize("dtype", sorted({torch.float32, HALF} - {torch.float16}, key=str))
+def test_forbidden_tokens_are_minus_infinity_to_the_bit_and_have_no_gradient(device, dtype):
+    from engines.numerics import cuda
+
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(6, 24, generator=generator).to(dtype).to(device)
+    weight = (torch.randn(90, 24, generator=generator) * 0.3).to(dtype).to(device)
+    ids = torch.arange(20, 26, device=device)
+    forbidden = Forbidden(
+        torch.tensor([3, 89], device=device), torch.tensor([True, False] * 3, device=device)
+    )
+    logits = cuda.linear(hidden, weight)
+    logits[forbidden.rows.nonzero(), forbidden.ids] = -math.inf
+    inputs = [value.requires_grad_() for value in (hidden, weight)]
+    outputs = cuda.head_logprobs(*inputs, ids, temperature=0.7, forbidden=forbidden)
+    assert torch.equal(outputs[0], cuda.chosen_logprobs(logits, ids, temperature=0.7))
+    free = cuda.head_logprobs(*inputs, ids, temperature=0.7)
+    assert torch.equal(free[0] == outputs[0], ~forbidden.rows)
+    assert outputs[1].isfinite().all()
+    everywhere = forbidden._replace(rows=torch.ones_like(forbidden.rows))
+    outputs = cuda.head_logprobs(*inputs, ids, temperature=0.7, forbidden=everywhere)
+    of_hidden, of_weight = torch.autograd.grad(sum(outputs).sum(), inputs)
+    assert of_hidden.isfinite().all()
+    assert not of_weight[forbidden.ids].any()
+    assert of_weight[ids].all()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,6 +79,30 @@ def test_sample_without_prompt_or_completion_is_refused_by_name(
 ) -> None:
     with pytest.raises(EngineError, match="7/x/0"):
         pack_slot([sample("7/x/0", prompt, completion)])
+
+
+def test_the_head_rows_before_the_least_length_are_marked() -> None:
+    assert pack_slot([sample("a", 3, 4)]).forbidden is None
+    samples = [
+        replace(sample(name, 3, length), forbidden_ids=(7, 9), forbidden_until=until)
+        for name, length, until in (("a", 70, 66), ("b", 2, 5), ("c", 4, 0))
+    ]
+    forbidden = pack_slot(samples).forbidden
+    assert forbidden is not None
+    assert forbidden.ids.tolist() == [7, 9]
+    assert forbidden.rows.tolist() == (
+        [True] * 66 + [False] * 62 + [True] * 2 + [False] * 62 + [False] * 64
+    )
+
+
+def test_a_token_where_it_was_forbidden_is_refused_with_its_place() -> None:
+    drawn = replace(sample("7/x/0", 3, 4), forbidden_ids=(9, 102), forbidden_until=2)
+    with pytest.raises(EngineError, match=r"7/x/0: token 102 at position 1 .* before position 2"):
+        pack_slot([drawn])
+    assert pack_slot([replace(drawn, forbidden_until=1)]).forbidden is not None
+    other = replace(sample("b", 3, 4), forbidden_ids=(5,), forbidden_until=1)
+    with pytest.raises(EngineError, match=r"different forbidden ids: \[\(5,\), \(9, 102\)\]"):
+        pack_slot([replace(drawn, forbidden_until=1), other])
 
 
 @given(
