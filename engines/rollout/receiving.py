@@ -41,6 +41,8 @@ class ReceivesWeights:
     _llm: Any
     _version: str | None
     _receiver: Receiver | None = None
+    _is_updating = False
+    """Between start and finish of vLLM's weight update."""
     _buckets = 0
     """Of the push that goes on."""
     _due = 0
@@ -84,8 +86,11 @@ class ReceivesWeights:
                 "to the wire dtype, the engine never does"
             )
         self._receiver.begin(layout, attachment)
+        if self._is_updating:  # a push that was broken off; this one brings every tensor again
+            self._finish(self._version)
         self._buckets, self._due = len(layout), 0
         self._llm.start_weight_update()
+        self._is_updating = True
 
     def take_bucket(self, index: int, payload: Any = None) -> int:
         """Copy one bucket into the model; return its index when it may be overwritten.
@@ -126,12 +131,7 @@ class ReceivesWeights:
                 "old and new weights, so push again"
             )
         self._receiver.end()
-        if self._on_cpu:
-            self._llm.finish_weight_update(weight_version=str(version))
-            self._version = self._llm.get_weight_version()
-        else:  # vLLM 0.26 keeps no version of its own
-            self._llm.finish_weight_update()
-            self._version = str(version)
+        self._finish(str(version))
         self.reset_prefix_cache()
         stored = self._stored()
         if flip is not None and flip.probe == "received":
@@ -139,6 +139,16 @@ class ReceivesWeights:
         if keep_to is not None:
             _keep(stored, Path(keep_to) / "received.safetensors")
         return digest_tensors(stored)
+
+    def _finish(self, version: str | None) -> None:
+        """Let vLLM leave the update that it is in."""
+        if self._on_cpu:
+            self._llm.finish_weight_update(weight_version=version)
+            self._version = self._llm.get_weight_version()
+        else:  # vLLM 0.26 keeps no version of its own
+            self._llm.finish_weight_update()
+            self._version = version
+        self._is_updating = False
 
     def receive(
         self,
