@@ -2,7 +2,7 @@
 
 What is added to `lockstep run` is `SHORT` alone, which leaves out gates that cost a start of native
 vLLM each and have tests of their own. A command that is neither run, nor for a GPU, nor named in
-`NOT_RUN` fails. The pages take minutes: `make test-user` runs them, and so does `.ci/run`.
+`NOT_RUN` fails. The pages take minutes: `make test-user` runs them.
 """
 
 from __future__ import annotations
