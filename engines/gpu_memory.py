@@ -12,12 +12,11 @@ count: the others are somebody else's. Reads `nvidia-smi`; loads nothing.
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from engines.placement import node_gpus
+from engines.placement import node_gpus, nvidia_smi
 from model_specs.errors import EngineError
 
 SLACK_MIB = 256
@@ -44,23 +43,11 @@ def read_usage() -> Usage:
     """
     ours = [uuid for _, _, uuid in node_gpus()]
     processes: dict[int, int] = {}
-    for pid, used, uuid in _query("--query-compute-apps=pid,used_memory,gpu_uuid"):
+    for pid, used, uuid in nvidia_smi("--query-compute-apps=pid,used_memory,gpu_uuid"):
         if uuid in ours:
             processes[int(pid)] = processes.get(int(pid), 0) + _number(used)
-    used_mib = {uuid: _number(used) for used, uuid in _query("--query-gpu=memory.used,uuid")}
+    used_mib = {uuid: _number(used) for used, uuid in nvidia_smi("--query-gpu=memory.used,uuid")}
     return Usage(used_mib=tuple(used_mib[uuid] for uuid in ours), processes=processes)
-
-
-def _query(what: str) -> list[list[str]]:
-    command = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise EngineError(
-            f"{' '.join(command)} failed ({error}), so it cannot be said who holds GPU memory; "
-            "execution.device=cuda needs NVIDIA's driver with its nvidia-smi"
-        ) from error
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
 
 
 def _number(cell: str) -> int:

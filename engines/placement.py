@@ -36,23 +36,31 @@ class Gpu:
     """Ray's id of the node."""
 
 
+def nvidia_smi(query: str) -> list[list[str]]:
+    """Return the rows that `nvidia-smi` answers to a query such as `--query-gpu=index,uuid`.
+
+    Raises:
+        EngineError: It is missing or fails.
+    """
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EngineError(
+            f"{' '.join(command)} failed ({error}), so it cannot be said which GPUs there are and "
+            "who holds their memory; execution.device=cuda needs NVIDIA's driver and its nvidia-smi"
+        ) from error
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
+
+
 def node_gpus() -> list[tuple[str, int, str]]:
     """Return (PCI bus id, index, UUID) of this machine's GPUs that `CUDA_VISIBLE_DEVICES` leaves.
 
     Raises:
         EngineError: `nvidia-smi` is missing or fails.
     """
-    query = ["nvidia-smi", "--query-gpu=pci.bus_id,index,uuid", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise EngineError(
-            f"execution.device=cuda, but the GPUs of this machine cannot be listed: {error}"
-        ) from error
-    found = []
-    for line in answer.stdout.splitlines():
-        bus, index, uuid = (part.strip() for part in line.split(","))
-        found.append((bus, int(index), uuid))
+    rows = nvidia_smi("--query-gpu=pci.bus_id,index,uuid")
+    found = [(bus, int(index), uuid) for bus, index, uuid in rows]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return sorted(found)

@@ -6,6 +6,7 @@ parameter. A leg is one complete execution: sessions share no process, folder or
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,8 +42,6 @@ from model_specs.variation import Variation
 logger = logging.getLogger("lockstep")
 
 _OPEN: dict[str, LegSession] = {}
-_gpu_memory: list[Baseline] = []
-"""One, of before the first leg of this process; none while nothing was run on a GPU."""
 
 
 @dataclass(kw_only=True)
@@ -98,7 +97,7 @@ class LegSession:
         """
         if _watches_gpu(self.spec):
             own = {int(facts["pid"]) for facts in self.processes.values()}
-            _gpu_memory[0].require_only(own, what=f"stage {stage}")
+            _gpu_memory().require_only(own, what=f"stage {stage}")
 
     def trainer_alone(self) -> TrainerGroup:
         """The started trainer; EngineError before it was started."""
@@ -199,6 +198,12 @@ class LegSession:
         )
 
 
+@functools.cache
+def _gpu_memory() -> Baseline:
+    """The memory in use before the first leg of this process."""
+    return Baseline()
+
+
 def _watches_gpu(spec: RunSpec) -> bool:
     return spec.execution.device == "cuda" and not spec.execution.gpu_is_shared
 
@@ -221,9 +226,7 @@ def leg_session(
     check_supported(spec)
     guard.start()
     if _watches_gpu(spec):
-        if not _gpu_memory:
-            _gpu_memory.append(Baseline())
-        _gpu_memory[0].require_free(what=f"leg {leg}")
+        _gpu_memory().require_free(what=f"leg {leg}")
     name = f"{run_dir.name}-{leg}-{fence.token}"
     (run_dir / leg).mkdir(parents=True, exist_ok=True)
     num_engines = spec.execution.rollout_engines if with_rollout else 0

@@ -67,7 +67,7 @@ def test_what_nvidia_smi_says_of_the_visible_gpus_is_read(monkeypatch: pytest.Mo
         ],
         "--query-gpu=memory.used,uuid": [["151", "GPU-a"], ["0", "GPU-b"], ["500", "GPU-hidden"]],
     }
-    monkeypatch.setattr(gpu_memory, "_query", said.__getitem__)
+    monkeypatch.setattr(gpu_memory, "nvidia_smi", said.__getitem__)
     monkeypatch.setattr(gpu_memory, "node_gpus", lambda: [("00", 0, "GPU-a"), ("01", 1, "GPU-b")])
     assert gpu_memory.read_usage() == Usage(used_mib=(151, 0), processes={12: 150, 13: 0})
 

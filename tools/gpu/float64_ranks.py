@@ -3,7 +3,7 @@
 The reference is that of `tools.gpu.float64_replay`: plain PyTorch, unpacked, one sample at a time,
 on one device, with nothing of the trainers in it.
 
-    figures = compare(Path("/tmp/scratch"), device="cuda")
+    figures = compare(Path("scratch"), device="cuda")
 """
 
 from __future__ import annotations

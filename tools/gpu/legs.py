@@ -5,7 +5,7 @@ and a reward that is a function of the sampled tokens, so that groups have varia
 trained model. What a leg returns is compared across layouts, transports and processes: digests of
 every probe, the chain over them, and the gate.
 
-    world = World.make(shape="gsm8k_smollm2_135m", device="cuda", folder=Path("/tmp/legs"))
+    world = World.make(shape="gsm8k_smollm2_135m", device="cuda", folder=Path("legs"))
     leg = run_leg(world, world.spec(trainer_ranks=2), name="two ranks", steps=3)
 """
 
