@@ -1,9 +1,9 @@
-"""Where a run is cut into segments."""
+"""Where a run is cut into segments, and what of its plan a leg that repeats it keeps."""
 
 from __future__ import annotations
 
 from model_specs.errors import SpecError
-from model_specs.run_spec import PlanSpec
+from model_specs.run_spec import GatePlan, PlanSpec
 
 
 def segment_stops(plan: PlanSpec, start: int) -> tuple[int, ...]:
@@ -60,3 +60,9 @@ def with_middle_checkpoint(plan: PlanSpec) -> tuple[PlanSpec, int]:
         after = sum(stop >= middle for stop in (*stops, plan.num_steps))
         plan = plan.model_copy(update={"keep_last": max(plan.keep_last, after)})
     return plan, middle
+
+
+def with_log_prob_gate_alone(plan: PlanSpec) -> PlanSpec:
+    """Return the plan of a leg that repeats another, whose preflight and controls were judged."""
+    gates = GatePlan(preflight="off", layerwise="off", controls="off", logprobs=plan.gates.logprobs)
+    return plan.model_copy(update={"gates": gates})

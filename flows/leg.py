@@ -26,12 +26,13 @@ from prefect.states import State
 from engines import runs
 from engines.environment import telemetry_off_env
 from engines.faults import parse_flip
+from engines.plan import with_log_prob_gate_alone
 from engines.provenance.fence import Fence
 from flows.conclusion import RedVerdictError, final_state
 from flows.legs import run_leg
 from flows.run_request import FlipRequest
 from model_specs.base import Frozen
-from model_specs.run_spec import GatePlan, RunSpec
+from model_specs.run_spec import RunSpec
 from model_specs.variation import Variation
 from tasks.compare import LegResult
 
@@ -147,10 +148,7 @@ def leg_flow(run: str, leg: str, request: LegRequest) -> State:
 
 def resuming(spec: RunSpec) -> RunSpec:
     """The spec of a resumed leg: preflight and controls were judged in the leg that it goes on."""
-    gates = GatePlan(
-        preflight="off", layerwise="off", controls="off", logprobs=spec.plan.gates.logprobs
-    )
-    plan = spec.plan.model_copy(update={"gates": gates, "evals": ()})
+    plan = with_log_prob_gate_alone(spec.plan).model_copy(update={"evals": ()})
     return spec.model_copy(update={"plan": plan})
 
 

@@ -16,13 +16,14 @@ from prefect import flow
 from prefect.states import State
 
 from engines import runs
+from engines.plan import with_log_prob_gate_alone
 from engines.provenance.ledger import LEDGER_FILE
 from engines.provenance.lock import LOCK_FILE, LockRow, StageOutput, compare_outputs, read_lock
 from engines.provenance.verdict import Verdict, worst
 from flows.conclusion import conclude
 from flows.legs import run_leg
 from model_specs.errors import ArtifactError
-from model_specs.run_spec import GatePlan, RunSpec
+from model_specs.run_spec import RunSpec
 from tasks import artifacts, compare
 from tasks.compare import LegResult
 
@@ -95,10 +96,7 @@ def locked_leg(lock: str, leg: str, runs_dir: Path) -> Path:
 
 def without_gates(spec: RunSpec) -> RunSpec:
     """The spec of a scratch leg: its stages are compared, and its own gates were judged."""
-    gates = GatePlan(
-        preflight="off", layerwise="off", controls="off", logprobs=spec.plan.gates.logprobs
-    )
-    return spec.model_copy(update={"plan": spec.plan.model_copy(update={"gates": gates})})
+    return spec.model_copy(update={"plan": with_log_prob_gate_alone(spec.plan)})
 
 
 def made_rows(folder: Path) -> tuple[LockRow, ...]:

@@ -6,12 +6,13 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from engines.cluster import gather
 from engines.provenance.digest import root_digest
-from engines.provenance.ledger import verify_ledger
+from engines.provenance.ledger import LedgerLine, verify_ledger
 from engines.provenance.lock import StageOutput, final_rows, read_lock
 from engines.runs import checkpoints
 from model_specs.errors import LockstepError
@@ -29,11 +30,19 @@ def check_artifacts(session_name: str, source: Path) -> tuple[StageOutput, ...]:
     """
     opened = session(session_name)
     checks = []
+    # Read once: a lock has a row a segment.
+    lines = functools.cache(lambda: verify_ledger(source).lines)
+    kept = checkpoints(source)
     for name, row in final_rows(read_lock(source)).items():
         steps = row.ambient.get("steps")
         step = int(steps[1]) if steps else None
         for output, digest in sorted(row.outputs.items()):
-            found = _finder(opened, source, row.stage, output, step=step)
+            if output == "chain" and row.stage == "train" and step is not None:
+                found: Found | None = functools.partial(_chain, lines, step)
+            elif output == "checkpoint" and step in kept:
+                found = functools.partial(_state, opened, kept[step].uri)
+            else:
+                found = _finder(opened, source, output)
             if found is not None:
                 checks.append(
                     StageOutput(stage=name, output=output, locked=digest, found=_digest(found))
@@ -48,10 +57,8 @@ def _digest(found: Found) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _finder(
-    opened: LegSession, source: Path, stage_name: str, output: str, *, step: int | None
-) -> Found | None:
-    """Return what computes the digest of an artifact; None where it is not there."""
+def _finder(opened: LegSession, source: Path, output: str) -> Found | None:
+    """Return what computes the digest of a folder that a stage made; None where it is not there."""
     folders = {"model": "model", "data": "data", "dcp": "dcp", "export": "export"}
     if output in folders and not (source / folders[output]).is_dir():
         return None
@@ -61,11 +68,6 @@ def _finder(
         return lambda: _root(opened, "convert:digest_dcp_model", source / "dcp", opened.spec.model)
     if output == "export":
         return lambda: _root(opened, "export:digest_export", source / "export")
-    if output == "chain" and stage_name == "train" and step is not None:
-        return lambda: _chain(source, step)
-    if output == "checkpoint" and step in checkpoints(source):
-        folder = checkpoints(source)[step].uri
-        return lambda: _state(opened, folder)
     return None
 
 
@@ -86,10 +88,9 @@ def _root(opened: LegSession, function: str, *arguments: object) -> str:
     return root_digest(digests)
 
 
-def _chain(source: Path, step: int) -> str:
+def _chain(lines: Callable[[], Sequence[LedgerLine]], step: int) -> str:
     """The chain at the end of a step, from the digests beside the ledger."""
-    lines = [line for line in verify_ledger(source).lines if line.step <= step]
-    return lines[-1].chain
+    return [line for line in lines() if line.step <= step][-1].chain
 
 
 def _state(opened: LegSession, folder: str) -> str:

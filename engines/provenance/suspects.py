@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engines.provenance.diff import ABSENT
+
 Difference = tuple[str, Any, Any]
 """(field, value before, value after)."""
 
@@ -36,9 +38,6 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("other", r""),
 )
 """Kind and pattern of its fields, likeliest first."""
-
-ABSENT = "<absent>"
-"""Stands for a fact that only one of two environments has, as in `engines.provenance.diff`."""
 
 _PLACE = re.compile(r"^(trainer|rollout\.[^.]+)\.(?=.)")
 """An environment is nested by the engine that it was read back in."""
