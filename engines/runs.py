@@ -14,6 +14,7 @@ from engines.provenance.fence import Fence, RunFolder, write_durably
 from engines.provenance.ledger import LEDGER_FILE, read_ledger
 from model_specs.errors import CheckpointError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
+from model_specs.json_text import read_json
 from model_specs.run_spec import RunSpec
 
 
@@ -140,11 +141,6 @@ def checkpoint_before(leg_folder: Path, step: int) -> tuple[int, ArtifactRef | N
     earlier = {at: found for at, found in checkpoints(leg_folder).items() if at < step}
     newest = max(earlier, default=0)
     return newest, earlier.get(newest)
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:

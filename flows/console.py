@@ -14,9 +14,10 @@ from rich.text import Text
 
 from engines.provenance.ledger import read_ledger
 from engines.provenance.verdict import Verdict
-from engines.runs import legs, open_run, read_json, read_spec
+from engines.runs import legs, open_run, read_spec
 from flows.difference import OUT, print_difference, print_evidence
 from model_specs.errors import LockstepError
+from model_specs.json_text import read_json
 from tasks.sides import compare_sides, open_sides
 
 SHOWN_SUSPECTS = 5

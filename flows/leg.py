@@ -32,6 +32,7 @@ from flows.conclusion import RedVerdictError, final_state
 from flows.legs import run_leg
 from flows.run_request import FlipRequest
 from model_specs.base import Frozen
+from model_specs.json_text import read_json
 from model_specs.run_spec import RunSpec
 from model_specs.variation import Variation
 from tasks.compare import LegResult
@@ -78,7 +79,7 @@ def run_elsewhere(request: LegRequest) -> LegResult:
         finally:
             _end(process)
         if result.is_file():
-            return LegResult.from_dict(runs.read_json(result))
+            return LegResult.from_dict(read_json(result))
         errors.seek(0)
         said = errors.read().decode("utf-8", errors="replace").strip()[-_STDERR_CHARACTERS:]
     reason = f"its process ended with status {code} and left no result: {said or 'it said nothing'}"

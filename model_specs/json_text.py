@@ -1,7 +1,8 @@
-"""`JsonObject`: a mapping inside a spec, held as its one canonical JSON text.
+"""JSON: the one canonical text of a mapping inside a spec, and files that hold an object.
 
-A dict would make a frozen spec mutable and give equal mappings several spellings; the text has
-sorted keys, no spaces and ASCII, so that equal mappings are equal values with one fingerprint.
+`JsonObject` is the text: a dict would make a frozen spec mutable and give equal mappings several
+spellings; the text has sorted keys, no spaces and ASCII, so that equal mappings are equal values
+with one fingerprint.
 
 Usage::
 
@@ -10,15 +11,19 @@ Usage::
 
     MySpec(options={"b": 1, "a": 2}).options     # '{"a":2,"b":1}'
     parsed(spec.options)                         # {"a": 2, "b": 1}
+    read_json(folder / "config.json")            # ArtifactError where there is no such object
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema
+
+from model_specs.errors import ArtifactError
 
 
 def canonical_json(value: Any) -> str:
@@ -56,4 +61,22 @@ def parsed(text: str) -> dict[str, Any]:
     """Return the mapping that a `JsonObject` stands for."""
     value = json.loads(text)
     assert isinstance(value, dict)
+    return value
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Return the object of a JSON file.
+
+    Raises:
+        ArtifactError: When the file is missing, is not JSON, or holds no object.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ArtifactError(f"{file} does not exist")
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArtifactError(f"{file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{file} holds a {type(value).__name__}, not an object")
     return value

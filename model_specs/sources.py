@@ -12,7 +12,6 @@ Usage::
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from model_specs.errors import ArtifactError, SpecError
+from model_specs.json_text import read_json
 
 T = TypeVar("T")
 
@@ -144,12 +144,7 @@ def _stored_token() -> str | None:
 
 
 def _read_object(file: Path, source: str) -> dict[str, Any]:
-    if not file.is_file():
-        raise ArtifactError(f"{source}: there is no {file.name} in {file.parent}")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ArtifactError(f"{source}: {file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{source}: {file} holds a {type(value).__name__}, not an object")
-    return value
+        return read_json(file)
+    except ArtifactError as error:
+        raise ArtifactError(f"{source}: {error}") from error

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from engines.environment import device_class
 from engines.provenance.verdict import Verdict
-from engines.runs import legs, read_json, read_spec
+from engines.runs import legs, read_spec
 from model_specs.errors import LockstepError, SpecError
 from model_specs.fingerprint import spec_differences, trajectory_fingerprint
+from model_specs.json_text import read_json
 from model_specs.run_spec import RunSpec
 from tasks import tracking
 from tasks.tracking_store import FoundRun, default_tracking_uri, find_runs, prepare_environment

@@ -17,8 +17,9 @@ from engines import prompt_filter
 from engines.contracts import ArtifactRef, Prompt, Sample
 from engines.loop import push
 from engines.rewards import metadata_of, score_samples
-from engines.runs import read_json, write_json, write_spec
+from engines.runs import write_json, write_spec
 from model_specs.errors import ArtifactError
+from model_specs.json_text import read_json
 from tasks.session import LegSession, session
 from tasks.stage import stage
 
@@ -104,7 +105,7 @@ def _recorded(path: Path) -> tuple[tuple[str, ...], str]:
     try:
         found = read_json(path)
         return tuple(found["kept_ids"]), str(found["kept_digest"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ArtifactError) as error:
         raise ArtifactError(
             f"{path} is damaged: {error!r}; delete it, and the filter draws again"
         ) from error

@@ -16,7 +16,8 @@ from typing import Any
 from engines.provenance.completion_diff import common_prefix
 from engines.provenance.ledger import Ledger, read_ledger
 from engines.provenance.lock import LOCK_FILE, LockRow, read_lock
-from engines.runs import legs, read_json
+from engines.runs import legs
+from model_specs.json_text import read_json
 from tasks.charts import CURVES, curve, line_chart
 from tasks.compared_amounts import compared_amounts
 from tasks.html_divergence import completion_card, divergence_card, equal_chip, strip

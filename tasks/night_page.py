@@ -17,7 +17,7 @@ from prefect.context import FlowRunContext
 
 from engines.provenance.fence import write_durably
 from engines.provenance.verdict import Verdict
-from engines.runs import read_json
+from model_specs.json_text import read_json
 from tasks.html_page import Raw, chip, page, section, table, tone_of
 
 MAX_NIGHTS = 30

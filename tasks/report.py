@@ -13,7 +13,8 @@ from prefect.artifacts import (
 )
 from prefect.context import FlowRunContext
 
-from engines.runs import legs, read_json
+from engines.runs import legs
+from model_specs.json_text import read_json
 from tasks.compare import Outcome
 from tasks.html_report import render_legs
 from tasks.plots import write_plots

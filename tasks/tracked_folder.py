@@ -23,6 +23,7 @@ from engines.environment import device_class, environment_fingerprint
 from engines.provenance.verdict import Verdict
 from model_specs.errors import ArtifactError
 from model_specs.fingerprint import flattened, plan_fingerprint, trajectory_fingerprint
+from model_specs.json_text import read_json
 from model_specs.run_spec import RunSpec
 from tasks.samples_table import read_json_lines
 
@@ -74,7 +75,7 @@ def read_run_folder(run_dir: Path) -> TrackedFolder:
         ArtifactError: `run.json` or `spec.json` is missing, or a file is not what it should be.
     """
     path = run_dir.resolve()
-    run = _read_json(path / "run.json")
+    run = read_json(path / "run.json")
     if not isinstance(run.get("run_id"), str):
         raise ArtifactError(f"{path / 'run.json'} has no run_id; its fields are {sorted(run)}")
     verdict_path = path / "verdict.json"
@@ -87,22 +88,12 @@ def read_run_folder(run_dir: Path) -> TrackedFolder:
         path=path,
         run_id=run["run_id"],
         spec=spec,
-        verdict=_read_json(verdict_path) if verdict_path.exists() else {},
+        verdict=read_json(verdict_path) if verdict_path.exists() else {},
         legs=tuple(
             Leg(name=folder.name, folder=folder, steps=_read_metrics(folder / "metrics.jsonl"))
             for folder in folders
         ),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 def _read_metrics(path: Path) -> tuple[StepMetrics, ...]:
@@ -175,7 +166,7 @@ def leg_tags(leg: Leg, *, device: str) -> dict[str, str]:
     tags = {}
     environment = leg.folder / "environment.json"
     if environment.exists():
-        facts = _read_json(environment)
+        facts = read_json(environment)
         tags["lockstep.environment_fingerprint"] = environment_fingerprint(facts)
         trainer = facts.get("trainer", {})
         if "cpu" in trainer:

@@ -27,9 +27,10 @@ from engines.provenance.ledger import read_ledger
 from engines.provenance.lock import read_lock
 from engines.provenance.suspects import rank_suspects
 from engines.provenance.verdict import Verdict
-from engines.runs import open_run, read_json, read_spec, write_json
+from engines.runs import open_run, read_spec, write_json
 from model_specs.errors import SpecError
 from model_specs.fingerprint import trajectory_fingerprint
+from model_specs.json_text import read_json
 
 LEDGERS = Path(__file__).resolve().parents[1] / "docs" / "ledgers"
 RECIPE = "tiny_cpu"

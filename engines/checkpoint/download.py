@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from engines.checkpoint.folders import read_json, weight_files
+from engines.checkpoint.folders import weight_files
 from engines.checkpoint.tiny_model import write_tiny_model
 from engines.data import arithmetic_rows, data_file, load_rows, selected_rows, write_rows
 from engines.provenance.digest import digest_json, sha256_file
 from model_specs.errors import ArtifactError, SpecError
+from model_specs.json_text import read_json
 from model_specs.model_spec import ModelSpec
 from model_specs.registry import check_config
 from model_specs.run_spec import DataSpec, RunSpec

@@ -12,28 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from model_specs.errors import ArtifactError
+from model_specs.json_text import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the object of a JSON file.
-
-    Raises:
-        ArtifactError: When the file is missing, is not JSON, or holds no object.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise ArtifactError(f"{file} does not exist")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ArtifactError(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{file} holds a {type(value).__name__}, not an object")
-    return value
 
 
 def weight_files(model_dir: str | Path) -> tuple[Path, ...]:

@@ -21,9 +21,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engines.checkpoint.folders import read_json, weight_files
+from engines.checkpoint.folders import weight_files
 from model_specs.errors import ArtifactError
 from model_specs.families.decoder import parameter_shapes
+from model_specs.json_text import read_json
 from model_specs.model_spec import ModelSpec
 from model_specs.registry import check_config
 

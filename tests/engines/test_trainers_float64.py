@@ -6,9 +6,7 @@ fixed before anything was measured; a true gradient of zero is vacuous, whatever
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from engines.train.grpo import TokenTerms
 from engines.train.registry import TRAINERS
 from engines.train.trainer import GrpoTrainer
 from model_specs.model_spec import ModelSpec
-from model_specs.run_spec import LossSpec, RunSpec
+from model_specs.run_spec import LossSpec
 from tests.engines.reference_model import plain_logits
 from tests.engines.trainer_cases import (
     LLAMA,
@@ -63,14 +61,11 @@ tokens showed up to 6.5 %; 20,000 ought to show 6.5 % * sqrt(89 / 20,000) = 0.4 
 the bound, and steps in earnest have 5,000 to 100,000. Advantages drawn at random would void the
 argument, since their gradient is noise that falls as the flips do: `rewarded_samples` has a signal.
 
-Found: below 0.6 % but for llama with clipping, which has another bound. The record says how far
-the reasoning holds: with clipping the error as a vector falls more slowly.
+That it is the clip decisions, and not the arithmetic, is a test of its own: with the trainer's
+decisions given to the reference, a tenth of the tokens is within the bound.
 """
-TIMES_STOCK_BFLOAT16 = 2.0
-"""Instead of 1 %, for llama with clipping alone: relative error of the norm in errors of stock
-bfloat16 transformers. It is 0.94 % with the seed of the test but 1.02 % with the next, both
-below the truth: it looks like a bias. Set after that was seen.
-"""
+DECIDED_TOKENS = 2_000
+"""Of an update off policy whose clip decisions are given."""
 LEAST_NORM = 1e-2
 """A true gradient below this is vacuous."""
 
@@ -237,86 +232,85 @@ def test_bfloat16_norms_are_within_one_percent_of_float64_and_two_of_each_other(
 def test_bfloat16_norms_off_policy_are_within_the_same_bounds_over_many_tokens(
     case: Case, model: ModelSpec, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    norms, true, stock = off_policy_norms(
-        case, model, TRAINED_TOKENS, folders[model.family], tmp_path
-    )
-    bound = NORM_BFLOAT16
-    if (model, case) == (LLAMA, OFF_POLICY_CASES[1]):
-        bound = max(bound, TIMES_STOCK_BFLOAT16 * abs(norm(stock()) / true - 1))
-    require_norms_within(norms, true, bound=bound)
+    found = off_policy(case, model, TRAINED_TOKENS, folders[model.family], tmp_path)
+    require_norms_within(found.norms, norm(found.gradient()))
 
 
-def off_policy_norms(
-    case: Case, model: ModelSpec, tokens: int, folder: Path, scratch: Path
-) -> tuple[dict[str, float], float, Callable[[], Gradients]]:
-    """Return each trainer's norm, the true one and stock's gradient, after one update.
+@pytest.mark.parametrize("model", ROWS)
+@pytest.mark.parametrize("case", OFF_POLICY_CASES[1:], ids=lambda case: case.name)
+def test_bfloat16_norms_off_policy_are_within_the_bounds_where_clip_decisions_are_given(
+    case: Case, model: ModelSpec, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    found = off_policy(case, model, DECIDED_TOKENS, folders[model.family], tmp_path)
+    require_norms_within(found.norms, norm(found.gradient(deciding=found.now)))
 
-    Truth is float64 at the rounded weights, with its own log-probs of before the update.
-    """
-    moving = rewarded_samples(tokens)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffPolicy:
+    """The trainers' gradients after one update, and what the reference needs for the true one."""
+
+    norms: dict[str, float]
+    """Trainer -> norm of its gradient."""
+    weights: dict[str, torch.Tensor]
+    """bfloat16, after the update."""
+    old: dict[str, tuple[float, ...]]
+    """The trainers' log-probs before the update: data of the loss."""
+    now: dict[str, tuple[float, ...]]
+    """The trainers' log-probs after it."""
+    samples: list[TrainSample]
+    trainer: GrpoTrainer
+    """Closed; for its spec and its reference scores."""
+
+    def gradient(self, **options: Any) -> Gradients:
+        """The true gradient, in float64 at the rounded weights; samples are added in float64."""
+        leaves = {n: t.detach().double().requires_grad_() for n, t in self.weights.items()}
+        model = self.trainer.spec.model
+        for part in plain_losses(
+            lambda ids: plain_logits(leaves, ids, model),
+            self.samples,
+            self.trainer,
+            old=self.old,
+            **options,
+        ):
+            part.backward()
+        true = taken(leaves)
+        require_real(true)
+        return true
+
+
+def off_policy(
+    case: Case, model: ModelSpec, tokens: int, folder: Path, scratch: Path, *, seed: int = 0
+) -> OffPolicy:
+    """Make one update with every trainer, and take its gradient of `case` after it."""
+    moving = rewarded_samples(tokens, seed=seed)
     samples = [replace(s, advantage=s.advantage if case.advantages else 0.0) for s in moving]
     spec = make_spec("bfloat16", model=model, lr=case.lr, **case.loss)
-    norms, weights = {}, []
+    norms, states = {}, []
     for name in sorted(TRAINERS):
         named = spec.model_copy(update={"trainer": name})
         with started(named, folder, scratch) as trainer:
             trainer.score(moving)
-            before = current_weights(trainer, torch.bfloat16)
-            stock = [stock_model(trainer, torch.bfloat16)]
+            old = trainer.scores()
             trainer.update(moving, step=1, update=0)
-            stock.append(stock_model(trainer, torch.bfloat16))
-            weights.append({"before": before, "after": current_weights(trainer, torch.bfloat16)})
             shards, figures = trainer._gradients(samples)
+            trainer.score(moving)
+            states.append((current_weights(trainer, torch.bfloat16), old, trainer.scores()))
         norms[name] = norm({n: shard.local.double() for n, shard in shards.items()})
         clipped = sum(figure.figures["pg_clipfrac"] for figure in figures)
         assert 0.05 < clipped < 0.95 if case.advantages else clipped == 0.0, clipped
-    torch.testing.assert_close(weights[1:], weights[:1] * (len(weights) - 1), rtol=0, atol=0)
-    true = norm(off_policy_gradient(weights[0], samples, trainer))
-    return norms, true, partial(stock_off_policy_gradient, stock, samples, trainer)
-
-
-def stock_off_policy_gradient(
-    models: list[torch.nn.Module], samples: list[TrainSample], trainer: GrpoTrainer
-) -> Gradients:
-    """That of stock transformers before and after, samples added in float64."""
-    before, after = models
-    old = logprobs_of(lambda ids: before(ids[None]).logits[0].float(), samples, trainer.spec)
-    total: Gradients = {}
-    for part in plain_losses(
-        lambda ids: after(ids[None]).logits[0].float(), samples, trainer, before=old
-    ):
-        part.backward()
-        for name, gradient in stock_gradients(after).items():
-            total[name] = total.get(name, 0) + gradient.double()
-        after.zero_grad()
-    return total
-
-
-def off_policy_gradient(
-    weights: dict[str, dict[str, torch.Tensor]], samples: list[TrainSample], trainer: GrpoTrainer
-) -> Gradients:
-    """The true gradient at the weights `after`; old and reference log-probs are those `before`."""
-    spec = trainer.spec
-    old_weights, leaves = (
-        {name: tensor.detach().double().requires_grad_() for name, tensor in weights[when].items()}
-        for when in ("before", "after")
+    weights, old, now = states[0]
+    for others in states[1:]:
+        torch.testing.assert_close(others[0], weights, rtol=0, atol=0)
+        assert others[1:] == (old, now)
+    return OffPolicy(
+        norms=norms, weights=weights, old=old, now=now, samples=samples, trainer=trainer
     )
-    old = logprobs_of(lambda ids: plain_logits(old_weights, ids, spec.model), samples, spec)
-    for part in plain_losses(
-        lambda ids: plain_logits(leaves, ids, spec.model), samples, trainer, before=old
-    ):
-        part.backward()
-    true = taken(leaves)
-    require_real(true)
-    return true
 
 
-def require_norms_within(
-    norms: dict[str, float], true: float, *, bound: float = NORM_BFLOAT16
-) -> None:
-    """The bfloat16 bounds, the first of which may be another."""
+def require_norms_within(norms: dict[str, float], true: float) -> None:
+    """The bfloat16 bounds."""
     found = {name: abs(value / true - 1) for name, value in norms.items()}
-    assert max(found.values()) < bound, f"norm: {found} is not below {bound}"
+    assert max(found.values()) < NORM_BFLOAT16, f"norm: {found} is not below {NORM_BFLOAT16}"
     mutual = max(norms.values()) / min(norms.values()) - 1
     assert mutual < MUTUAL_BFLOAT16, f"mutual: {mutual} is not below {MUTUAL_BFLOAT16}"
 
@@ -334,23 +328,10 @@ def test_a_trainer_that_does_not_clip_is_outside_of_the_bfloat16_bounds(
 
     monkeypatch.setattr(trainer_module, "token_terms", unclipped)
     case = OFF_POLICY_CASES[1]
-    norms, true, _ = off_policy_norms(case, QWEN2, 2_000, folders["qwen2"], tmp_path)
-    with pytest.raises(AssertionError, match="norm: "):
-        require_norms_within(norms, true)
-
-
-@torch.no_grad()
-def logprobs_of(
-    logits_of: Callable[[torch.Tensor], torch.Tensor], samples: list[TrainSample], spec: RunSpec
-) -> dict[str, torch.Tensor]:
-    """Request id -> log-probs of the completion."""
-    found = {}
-    for sample in samples:
-        ids = torch.tensor([*sample.prompt_token_ids, *sample.token_ids])
-        logits = logits_of(ids)[len(sample.prompt_token_ids) - 1 : -1]
-        logs = torch.log_softmax(logits / spec.sampling.temperature, -1)
-        found[sample.request_id] = logs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-    return found
+    found = off_policy(case, QWEN2, DECIDED_TOKENS, folders["qwen2"], tmp_path)
+    for true in (found.gradient(), found.gradient(deciding=found.now)):
+        with pytest.raises(AssertionError, match="norm: "):
+            require_norms_within(found.norms, norm(true))
 
 
 @pytest.mark.parametrize("trainer", sorted(TRAINERS))

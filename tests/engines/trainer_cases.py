@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -206,32 +206,34 @@ def plain_losses(
     trainer: GrpoTrainer,
     *,
     on_policy: bool = False,
-    before: Mapping[str, torch.Tensor] | None = None,
+    old: Mapping[str, Sequence[float]] | None = None,
+    deciding: Mapping[str, Sequence[float]] | None = None,
 ) -> Iterator[torch.Tensor]:
     """Each sample's part of GRPO's loss over `logits_of` (ids [n] -> logits [n, V]).
 
-    Old and reference log-probs are the trainer's, as data: they are the loss's inputs. On policy
-    the old log-probs are the model's own, so that the ratio is 1. With `before` (request id -> log-
-    probs) old and reference are those instead.
+    Old and reference log-probs are the trainer's, as data: they are the loss's inputs; `old`
+    (request id -> log-probs) is for scores that it had earlier. On policy the old log-probs are the
+    model's own, so that the ratio is 1. Where a ratio is clipped is decided by the model's own log-
+    probs, or by `deciding`.
     """
     loss_spec, temperature = trainer.spec.loss, trainer.spec.sampling.temperature
     kept = [sample for sample in samples if not sample.masked]
+    olds, references = old or trainer.scores(), trainer.reference_scores()
     for sample in kept:
         ids = torch.tensor([*sample.prompt_token_ids, *sample.token_ids])
         logits = logits_of(ids)[len(sample.prompt_token_ids) - 1 : -1] / temperature
         logs = torch.log_softmax(logits, -1)
         lp = logs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         entropy = -(logs.exp() * logs).sum(-1)
-        if before is None:
-            old = torch.tensor(trainer.scores()[sample.request_id], dtype=lp.dtype)
-            ref = torch.tensor(trainer.reference_scores()[sample.request_id], dtype=lp.dtype)
-        else:
-            old = ref = before[sample.request_id]
-        if on_policy:
-            old = lp.detach()
-        ratio = (lp - old).exp()
-        clipped = ratio.clamp(1 - loss_spec.clip_low, 1 + loss_spec.clip_high)
-        policy = torch.maximum(-sample.advantage * ratio, -sample.advantage * clipped)
+        before = torch.tensor(olds[sample.request_id], dtype=lp.dtype)
+        ref = torch.tensor(references[sample.request_id], dtype=lp.dtype)
+        ratio = (lp - (lp.detach() if on_policy else before)).exp()
+        decided = ratio.detach()
+        if deciding is not None:
+            decided = (torch.tensor(deciding[sample.request_id], dtype=lp.dtype) - before).exp()
+        bound = decided.clamp(1 - loss_spec.clip_low, 1 + loss_spec.clip_high)
+        is_clipped = -sample.advantage * bound > -sample.advantage * decided
+        policy = -sample.advantage * torch.where(is_clipped, bound, ratio)
         k3 = ((ref - lp).exp() - (ref - lp) - 1).clamp(-10, 10)
         kl = lp - ref if loss_spec.kl_type == "k1" else k3
         token = policy + loss_spec.kl_coef * kl - loss_spec.entropy_coef * entropy

@@ -14,7 +14,8 @@ import pytest
 from engines.contracts import ArtifactRef, Flip
 from engines.gates.logprobs import LogprobGate
 from engines.provenance.ledger import Ledger, read_ledger
-from engines.runs import new_run, read_json
+from engines.runs import new_run
+from model_specs.json_text import read_json
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec

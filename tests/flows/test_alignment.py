@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engines.provenance.ledger import read_ledger
-from engines.runs import read_json
+from model_specs.json_text import read_json
 from tests.flows.command_line import SHORT, CommandLine
 
 pytestmark = pytest.mark.slow

@@ -15,10 +15,11 @@ import pytest
 from engines import runs
 from engines.provenance.ledger import read_ledger
 from engines.provenance.verdict import Verdict
-from engines.runs import read_json, write_json
+from engines.runs import write_json
 from flows.run_request import CompareRequest
 from model_specs.errors import LockstepError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
+from model_specs.json_text import read_json
 from model_specs.registry import load_recipe
 from tasks import comparison
 from tasks.report import publish

@@ -14,10 +14,11 @@ from engines.contracts import Prompt, PromptSet
 from engines.provenance.diff import compare_ledgers
 from engines.provenance.lock import read_lock
 from engines.provenance.verdict import Verdict
-from engines.runs import new_run, read_json, read_spec
+from engines.runs import new_run, read_spec
 from flows.fork import forked
 from model_specs.errors import ArtifactError, DivergedError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
+from model_specs.json_text import read_json
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import FilterSpec

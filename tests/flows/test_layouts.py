@@ -9,7 +9,7 @@ import pytest
 
 from engines.provenance.diff import compare_ledgers
 from engines.provenance.verdict import Verdict
-from engines.runs import read_json
+from model_specs.json_text import read_json
 from tests.flows.command_line import SHORT, CommandLine
 
 pytestmark = pytest.mark.slow

@@ -21,8 +21,8 @@ from engines.provenance.diff import compare_ledgers
 from engines.provenance.ledger import verify_ledger
 from engines.provenance.lock import read_lock
 from engines.provenance.verdict import Verdict
-from engines.runs import read_json
 from flows import leg
+from model_specs.json_text import read_json
 from model_specs.run_spec import ExecutionSpec
 from model_specs.variation import Variation, draw_variation
 from tests.flows.command_line import ROOT

@@ -16,7 +16,7 @@ import pytest
 
 from engines import guard
 from engines.provenance.ledger import read_ledger, verify_ledger
-from engines.runs import read_json
+from model_specs.json_text import read_json
 from tests.flows.command_line import (
     SHORT,
     CommandLine,

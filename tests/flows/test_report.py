@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.contracts import PROBES
-from engines.runs import read_json
+from model_specs.json_text import read_json
 from tasks.html_report import render
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from engines.metrics import unknown_metrics
 from engines.provenance.ledger import read_ledger
-from engines.runs import read_json
+from model_specs.json_text import read_json
 from tests.flows.command_line import CommandLine, Ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]

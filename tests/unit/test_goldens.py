@@ -14,9 +14,10 @@ from engines.provenance.digest import digest_floats
 from engines.provenance.ledger import LedgerHeader, LedgerWriter, read_ledger
 from engines.provenance.lock import LockRow, append_row
 from engines.provenance.verdict import Verdict
-from engines.runs import read_json, write_json
+from engines.runs import write_json
 from model_specs.errors import SpecError
 from model_specs.fingerprint import trajectory_fingerprint
+from model_specs.json_text import read_json
 from model_specs.overrides import apply_overrides
 from model_specs.recipes.tiny_cpu import recipe
 from tools import goldens

@@ -91,7 +91,7 @@ def test_an_unknown_family_lists_the_known_ones(tmp_path: Path) -> None:
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"is no folder .*hf://org/name@revision"):
         apply_overrides(SPEC, (f"model.path={tmp_path}/nowhere",))
-    with pytest.raises(ArtifactError, match=r"there is no config\.json"):
+    with pytest.raises(ArtifactError, match=r"config\.json does not exist"):
         apply_overrides(SPEC, (f"model.path={tmp_path}",))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ArtifactError, match="a list, not an object"):
