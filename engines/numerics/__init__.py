@@ -38,6 +38,7 @@ together. A slot that is run in several parts keeps that one sum (`SlotSums`).
     q, k, v = linear_multi(rms_norm(hidden, norm, 1e-5), (wq, wk, wv), (None, None, None))
 """
 
+from engines.environment import cap_cpu_isa
 from engines.numerics.attention import causal_attention, paged_attention, paged_attention_batch
 from engines.numerics.blocks import ROW_BLOCK, ROW_TILE
 from engines.numerics.dispatch import by_device
@@ -69,6 +70,8 @@ from engines.numerics.sums import (
     token_sum,
     tree_sum,
 )
+
+cap_cpu_isa()
 
 adamw_step_ = by_device(adamw_step_)
 adamw_steps_ = by_device(adamw_steps_)

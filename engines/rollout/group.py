@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from engines.cluster import EngineHandle, gather
 from engines.contracts import Flip, Sample, SampleRequest
+from engines.environment import MAX_CPU_ISA
 from engines.turns import Turns
 from model_specs.errors import EngineError
 from model_specs.run_spec import RunSpec, SamplingSpec
@@ -69,6 +70,8 @@ def engine_env(spec: RunSpec, policy: Policy = "aligned") -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Only our own plugin: another one could replace an op behind our back.
         "VLLM_PLUGINS": PLUGIN_NAME,
+        # As in the trainer's process; vLLM's own ops take what this CPU has.
+        "ONEDNN_MAX_CPU_ISA": MAX_CPU_ISA if policy == "aligned" else "DEFAULT",
         # Two engines on one machine must not be bound to the same core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",

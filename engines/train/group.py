@@ -18,6 +18,7 @@ from typing import Any
 
 from engines.cluster import EngineHandle, gather
 from engines.contracts import Flip, TrainSample, UpdateRecord
+from engines.environment import MAX_CPU_ISA
 from engines.host import CALLED_ASLEEP
 from engines.rollout.group import PEER_VARIABLES, RolloutGroup
 from engines.train.registry import TRAINERS
@@ -33,6 +34,8 @@ def trainer_env(spec: RunSpec) -> dict[str, str]:
     variables = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        # A row's bits must not depend on how many rows there are.
+        "ONEDNN_MAX_CPU_ISA": MAX_CPU_ISA,
         # A compiled op is not the shared op.
         "TORCHDYNAMO_DISABLE": "1",
         # Read by cuBLAS and Transformer Engine where the device is a GPU; inert on CPU.

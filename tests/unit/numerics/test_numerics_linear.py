@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from engines.environment import cpu_facts
 from engines.numerics import (
     linear,
     linear_input_gradient,
@@ -40,6 +45,31 @@ def test_an_unpadded_product_depends_on_the_row_count(same_bits):
     x, weight = torch.randn(512, 576), torch.randn(192, 576)
     everything = F.linear(x, weight)
     assert not all(same_bits(F.linear(x[:n], weight), everything[:n]) for n in range(1, 200))
+
+
+ROW_LAW = """
+import torch
+from engines.numerics import linear
+torch.manual_seed(0)
+x, weight = torch.randn(512, 1536).bfloat16(), torch.randn(576, 1536).bfloat16()
+everything = linear(x, weight)
+print(all(torch.equal(linear(x[:n], weight), everything[:n]) for n in range(1, 257)))
+"""
+
+
+@pytest.mark.parametrize("isa", [None, "ALL"])
+def test_rows_are_independent_where_onednn_may_not_use_amx(isa):
+    """The cap of `engines.environment` is needed on a CPU with AMX, and there alone."""
+    environment = {k: v for k, v in os.environ.items() if k != "ONEDNN_MAX_CPU_ISA"}
+    ended = subprocess.run(
+        [sys.executable, "-c", ROW_LAW],
+        env=environment | ({"ONEDNN_MAX_CPU_ISA": isa} if isa else {}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    has_amx = "amx_bf16" in cpu_facts()["flags"]
+    assert ended.stdout.strip() == str(isa is None or not has_amx)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 50, 250])

@@ -99,9 +99,11 @@ def test_the_code_digest_sees_content_names_and_new_files(tmp_path: Path) -> Non
 
 def test_cpu_facts_name_model_and_instruction_sets(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
-    path.write_text("model name\t: EPYC\nflags\t\t: fpu avx2 amx_bf16\nmodel name\t: other\n")
+    first = "vendor_id\t: AuthenticAMD\nmodel name\t: EPYC\nflags\t\t: fpu avx2 amx_bf16\n"
+    path.write_text(first + "model name\t: other\n")
     facts = cpu_facts(path)
-    assert (facts["model"], facts["flags"]) == ("EPYC", ["avx2", "amx_bf16"])
+    assert (facts["vendor"], facts["model"]) == ("AuthenticAMD", "EPYC")
+    assert facts["flags"] == ["avx2", "amx_bf16"]
     assert cpu_facts(tmp_path / "none")["model"] is None
 
 
