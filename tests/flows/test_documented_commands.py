@@ -117,9 +117,9 @@ def prepare(folder: Path, page: Path) -> None:
 class Reader:
     """Runs a page's commands in a folder, and knows the runs that were made."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefect_home: Path) -> None:
         self.folder = folder
-        self.environment = clean_environment(folder / "prefect home")
+        self.environment = clean_environment(prefect_home)
         python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         self.environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, python_path)])
         self.runs: list[str] = []
@@ -161,13 +161,21 @@ class Reader:
         assert ended.returncode == 0, f"{text}\n{ended.stderr}"
 
 
+@pytest.fixture(scope="session")
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all pages: Prefect takes 10 s to make its database."""
+    return tmp_path_factory.mktemp("prefect home")
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("page", list(page_rows()))
-def test_the_commands_of_a_page_work_as_they_are_written(page: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_work_as_they_are_written(
+    page: Path, tmp_path: Path, prefect_home: Path
+) -> None:
     prepare(tmp_path, page)
-    reader, printed = Reader(tmp_path), ""
+    reader, printed = Reader(tmp_path, prefect_home), ""
     for fence in fences(page.read_text(encoding="utf-8")):
         if fence.language == "python":
             reader.python(fence.text)

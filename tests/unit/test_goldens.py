@@ -127,7 +127,8 @@ def test_another_environment_is_not_applicable_and_says_which_there_are(tmp_path
     found = goldens.check(make_run(tmp_path / "avx2", facts=changed("cpu", capability="AVX2")))
     assert found.verdict is None
     assert found.message == (
-        f"not applicable: no golden of x86_64-intel-avx2-torch2.13.0+cpu-vllm0.32.0; there are: {KEY}"
+        "not applicable: no golden of x86_64-intel-avx2-torch2.13.0+cpu-vllm0.32.0; "
+        f"there are: {KEY}"
     )
 
 
