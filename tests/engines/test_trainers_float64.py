@@ -65,7 +65,7 @@ the bound, and steps in earnest have 5,000 to 100,000. Advantages drawn at rando
 argument, since their gradient is noise that falls as the flips do: `rewarded_samples` has a signal.
 
 That it is the clip decisions, and not the arithmetic, is a test of its own: with the trainer's
-decisions given to the reference, a tenth of the tokens is within the bound.
+decisions given to the reference, a tenth of the tokens is within the bound in dense models.
 """
 DECIDED_TOKENS = 2_000
 """Of an update off policy whose clip decisions are given."""
@@ -198,6 +198,10 @@ ROWS = [
 ]
 
 
+DENSE_ROWS = ROWS[:-1]
+"""Where experts are chosen is a decision too, which the reference cannot be given."""
+assert FAMILIES[-1] is QWEN3_MOE
+
 OFF_POLICY_ROWS = [
     pytest.param(model, case, id=f"{model.family}-{case.name}", marks=pytest.mark.exhaustive)
     for model in FAMILIES
@@ -239,7 +243,7 @@ def test_bfloat16_norms_off_policy_are_within_the_same_bounds_over_many_tokens(
     require_norms_within(found.norms, norm(found.gradient()))
 
 
-@pytest.mark.parametrize("model", ROWS)
+@pytest.mark.parametrize("model", DENSE_ROWS)
 @pytest.mark.parametrize("case", OFF_POLICY_CASES[1:], ids=lambda case: case.name)
 def test_bfloat16_norms_off_policy_are_within_the_bounds_where_clip_decisions_are_given(
     case: Case, model: ModelSpec, folders: dict[str, Path], tmp_path: Path
