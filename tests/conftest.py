@@ -11,8 +11,10 @@ run stay together, and otherwise a file does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,8 @@ PAGES = "test_documented_commands.py"
 """Its tests share nothing."""
 
 
+# First, since xdist reads the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what needs a device or a CPU build, and leave out or skip what cannot run here."""
     for item in items:
@@ -56,6 +60,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="not run: this machine has no CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: Sequence[str]) -> None:
+    """End where xdist has not seen the groups: it would go on without, at double the time."""
+    if node.config.getoption("dist") == "loadgroup" and not all("@" in name for name in ids):
+        pytest.exit(
+            f"pytest-xdist does not group tests with pytest {pytest.__version__}; install the "
+            "versions of constraints/ (https://github.com/pytest-dev/pytest-xdist/issues/1386)",
+            returncode=pytest.ExitCode.USAGE_ERROR,
+        )
 
 
 def group_of(item: pytest.Item) -> str:
