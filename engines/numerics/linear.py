@@ -2,7 +2,8 @@
 
 Forward: one GEMM on a row count padded to a multiple of 16. Padded so, a row's bits do not depend
 on the number of rows, its position, the threads, or on which other output columns the weight has (a
-fused q, k, v equals three separate matrices). Unpadded, one row takes another kernel and differs.
+fused q, k, v equals three separate matrices). Unpadded, one row takes another kernel and differs;
+so it does on AMX, which the package keeps oneDNN off (`engines.environment.MAX_CPU_ISA`).
 
 Backward: the input gradient is the same padded GEMM; over several matrices on one input it has one
 definition, `linear_input_gradient`, for callers that keep the matrices fused. The weight gradient
