@@ -368,9 +368,8 @@ def bit_class(facts: Mapping[str, Any]) -> str:
 
     `x86_64-intel-avx512-torch2.13.0+cpu-vllm0.32.0`: machine, vendor, which MKL chooses its code
     by, what torch dispatches on, whether oneDNN may use AMX, and the two libraries that compute.
-    Whether there are bfloat16 instructions decides nothing, since oneDNN emulates them exactly.
-    Python, the model of the CPU and all other libraries have decided no bit so far; they are
-    suspects.
+    Bfloat16 instructions are not among them: Xeons with and without had equal bits. Python, the
+    model of the CPU and all other libraries have decided no bit so far; they are suspects.
 
     Args:
         facts: What `read_back` returned in a trainer on CPU.
