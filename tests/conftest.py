@@ -33,6 +33,8 @@ SHARED = {
     "server": "server",
 }
 """Fixture that takes minutes -> group of tests that share it."""
+STARTS_RAY = ("Cluster", "processes")
+"""Names that a test file imports where it starts a Ray session of its own."""
 PAGES = "test_documented_commands.py"
 """Its tests share nothing."""
 
@@ -77,7 +79,7 @@ def group_of(item: pytest.Item) -> str:
     """Which tests have to run in the process of this one."""
     groups = {SHARED[name] for name in getattr(item, "fixturenames", ()) if name in SHARED}
     # One process has one Ray session at a time, and `runner` keeps its own until the end.
-    if hasattr(getattr(item, "module", None), "Cluster"):
+    if any(hasattr(getattr(item, "module", None), name) for name in STARTS_RAY):
         groups.add("engines")
     alone = item.nodeid if item.path.name == PAGES else str(item.path.relative_to(TESTS))
     return min(groups, default=alone)
