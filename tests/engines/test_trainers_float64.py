@@ -252,6 +252,17 @@ def test_bfloat16_norms_off_policy_are_within_the_bounds_where_clip_decisions_ar
     require_norms_within(found.norms, norm(found.gradient(deciding=found.now)))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(6))
+def test_the_row_with_the_largest_error_is_within_the_bounds_with_other_samples_too(
+    seed: int, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    case, folder = OFF_POLICY_CASES[1], folders[LLAMA.family]
+    found = off_policy(case, LLAMA, TRAINED_TOKENS, folder, tmp_path, seed=seed)
+    for true in (found.gradient(), found.gradient(deciding=found.now)):
+        require_norms_within(found.norms, norm(true))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicy:
     """The trainers' gradients after one update, and what the reference needs for the true one."""
