@@ -30,6 +30,10 @@ SHARED = {
     "reference": "engines",
     "twin": "twin",
     "twin_folder": "twin",
+    "flipped": "twin",
+    "four_steps": "twin",
+    "extended": "twin",
+    "equal_rewards": "twin",
     "server": "server",
 }
 """Fixture that takes minutes -> group of tests that share it."""
@@ -49,6 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.gpu)
         elif starts_vllm_on_cpu(item):
             item.add_marker(pytest.mark.cpu_vllm)
+    refuse_divided_fixtures(items)
     if is_cuda_environment():
         left_out = [item for item in items if item.get_closest_marker("cpu_vllm")]
         items[:] = [item for item in items if not item.get_closest_marker("cpu_vllm")]
@@ -83,6 +88,28 @@ def group_of(item: pytest.Item) -> str:
         groups.add("engines")
     alone = item.nodeid if item.path.name == PAGES else str(item.path.relative_to(TESTS))
     return min(groups, default=alone)
+
+
+def refuse_divided_fixtures(items: Sequence[pytest.Item]) -> None:
+    """End where the tests of one module's fixture are in two groups.
+
+    Such a fixture is set up once a group: twice in one process, where the second has the run ids
+    of the first, or once in each of two, by chance.
+    """
+    groups: dict[tuple[str, str], set[str]] = {}
+    for item in items:
+        # The public `fixturenames` has no scopes.
+        info = getattr(item, "_fixtureinfo", None)
+        for name, definitions in info.name2fixturedefs.items() if info else ():
+            if definitions[-1].scope == "module":
+                groups.setdefault((definitions[-1].baseid, name), set()).add(group_of(item))
+    for (file, name), found in groups.items():
+        if len(found) > 1:
+            pytest.exit(
+                f"fixture {name!r} of {file} is used in the groups {sorted(found)}: name it in "
+                "SHARED of tests/conftest.py, or give it the scope of the session",
+                returncode=pytest.ExitCode.USAGE_ERROR,
+            )
 
 
 def starts_vllm_on_cpu(item: pytest.Item) -> bool:
