@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from prefect import flow
@@ -29,17 +28,15 @@ from engines.faults import parse_flip
 from engines.plan import with_log_prob_gate_alone
 from engines.provenance.fence import Fence
 from flows.conclusion import RedVerdictError, final_state
-from flows.legs import run_leg
+from flows.legs import forget_result, recorded_result, run_leg
 from flows.run_request import FlipRequest
 from model_specs.base import Frozen
-from model_specs.json_text import read_json
 from model_specs.run_spec import RunSpec
 from model_specs.variation import Variation
 from tasks.compare import LegResult
 
 logger = logging.getLogger("lockstep")
 
-RESULT = "result.json"
 _END_S = 20.0
 _STDERR_CHARACTERS = 2000
 
@@ -60,8 +57,8 @@ class LegRequest(Frozen):
 
 def run_elsewhere(request: LegRequest) -> LegResult:
     """Run a leg in a fresh process; its progress lines are ours, and it ends when we do."""
-    result = Path(request.folder) / request.leg / RESULT
-    result.unlink(missing_ok=True)
+    folder = Path(request.folder)
+    forget_result(folder, request.leg)
     with _environment(request.variation) as environment, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "flows.leg", request.model_dump_json()],
@@ -78,8 +75,9 @@ def run_elsewhere(request: LegRequest) -> LegResult:
             code = process.wait()
         finally:
             _end(process)
-        if result.is_file():
-            return LegResult.from_dict(read_json(result))
+        result = recorded_result(folder, request.leg)
+        if result is not None:
+            return result
         errors.seek(0)
         said = errors.read().decode("utf-8", errors="replace").strip()[-_STDERR_CHARACTERS:]
     reason = f"its process ended with status {code} and left no result: {said or 'it said nothing'}"
@@ -128,7 +126,7 @@ def _server() -> str:
 
 @flow(name="leg", flow_run_name="leg-{leg}-of-{run}")
 def leg_flow(run: str, leg: str, request: LegRequest) -> State:
-    """Run the leg and leave its result beside its ledger."""
+    """Run the leg, which leaves its result beside its ledger."""
     folder = Path(request.folder)
     spec = runs.read_spec(folder)
     spec = spec.model_copy(update={"execution": request.variation.of(spec.execution)})
@@ -143,7 +141,6 @@ def leg_flow(run: str, leg: str, request: LegRequest) -> State:
         flip=parse_flip(request.flip.as_text()) if request.flip else None,
         variation=request.variation,
     )
-    runs.write_json(folder / leg / RESULT, asdict(result))
     return final_state(result.verdict, headline=result.reason, details={"run": run, "leg": leg})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from engines import runs
@@ -15,6 +16,7 @@ from engines.plan import segment_stops
 from engines.provenance.verdict import Verdict
 from engines.rollout_dump import RolloutDump
 from model_specs.errors import DivergedError, EngineError, LockstepError, UnsupportedError
+from model_specs.json_text import read_json
 from model_specs.run_spec import GatePlan, PlanSpec, RunSpec
 from model_specs.variation import Variation
 from tasks import (
@@ -32,6 +34,9 @@ from tasks.compare import LegResult
 from tasks.session import leg_session
 
 logger = logging.getLogger("lockstep")
+
+RESULT = "result.json"
+"""What a leg ended with, beside its ledger; absent while it runs and where it was cut off."""
 
 _VERDICTS: dict[type[LockstepError], Verdict] = {
     EngineError: Verdict.ENGINE_FAILURE,
@@ -55,6 +60,8 @@ def run_leg(
 ) -> LegResult:
     """Run one leg to its gates; an error that is a verdict is returned as one, to be reported.
 
+    A leg that goes on from a checkpoint of its own is judged by its earlier steps too.
+
     Args:
         spec: What is run.
         run: The run that the leg belongs to.
@@ -65,6 +72,7 @@ def run_leg(
         variation: What this process was started under on purpose.
         before_steps: Called with the name of the session when its engines have started.
     """
+    forget_result(run.folder, leg)
     try:
         with leg_session(
             spec,
@@ -84,9 +92,25 @@ def run_leg(
             elif spec.origin is not None:
                 state = checkpoint.adopt(session.name)
             start = session.start_from = resume_step or spec.start_step
-            return _steps_to_gates(session.name, spec.plan, run, state, inputs.model, start=start)
+            if resume_step and source == run.folder / leg:
+                train.recall_steps(session.name, resume_step)
+            result = _steps_to_gates(session.name, spec.plan, run, state, inputs.model, start=start)
     except VERDICT_ERRORS as error:
-        return _failed(leg, error, last_step=resume_step)
+        result = _failed(leg, error, last_step=resume_step)
+    run.fence.check()
+    runs.write_json(run.folder / leg / RESULT, asdict(result))
+    return result
+
+
+def recorded_result(folder: Path, leg: str) -> LegResult | None:
+    """What a leg of the run in `folder` ended with; None where it has not ended."""
+    path = folder / leg / RESULT
+    return LegResult.from_dict(read_json(path)) if path.is_file() else None
+
+
+def forget_result(folder: Path, leg: str) -> None:
+    """Drop what a leg ended with before it is run again or goes on."""
+    (folder / leg / RESULT).unlink(missing_ok=True)
 
 
 def _failed(leg: str, error: LockstepError, *, last_step: int) -> LegResult:

@@ -5,22 +5,27 @@ python -m flows.train
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from prefect import flow
 from prefect.states import State
 
 from engines import runs
 from engines.checkpoint.retention import disk_need, require_disk
+from engines.provenance.diff import Comparison
 from flows.conclusion import conclude
 from flows.fork import branch_off
-from flows.legs import run_leg
+from flows.legs import recorded_result, run_leg
 from flows.run_request import ResumeRequest, TrainRequest, run_at_step, run_name
 from model_specs.errors import SpecError
 from model_specs.fingerprint import spec_differences
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
+from tasks import compare
+from tasks.compare import LegResult
 
 
 @flow(name="train", flow_run_name=run_name)
@@ -61,11 +66,44 @@ def resume(request: ResumeRequest, runs_dir: str = "runs") -> State:
 def go_on(
     run: str, step: int | None, overrides: tuple[str, ...], *, leg: str, runs_dir: str
 ) -> State:
-    """Go on from a committed checkpoint; see `resume`."""
+    """Go on from a committed checkpoint; see `resume`.
+
+    Where the run has other legs, they are compared with this one again: what was found before was
+    found of a ledger that is no longer there.
+    """
     folder, spec, start = resumption(run, step, overrides, leg=leg, runs_dir=runs_dir)
     opened = runs.reopen(folder)
     runs.write_spec(folder, spec)
-    return conclude(opened, (run_leg(spec, opened, leg, resume_step=start),))
+    result = run_leg(spec, opened, leg, resume_step=start)
+    ended, unended = [], []
+    for other in sorted({*runs.legs(folder)} - {leg}):
+        found = recorded_result(folder, other)
+        if found is not None and found.chain_digest:
+            ended.append(found)
+        else:
+            unended.append(other)
+    more: dict[str, Any] = {"resumed": {"leg": leg, "step": start}}
+    if unended:
+        more["about"] = (
+            f"leg {leg} by itself, since leg {', '.join(unended)} has not ended (lockstep resume "
+            f"{folder.name} --leg {unended[0]})"
+        )
+    if not (ended and result.chain_digest):
+        return conclude(opened, (result, *ended), more=more)
+    legs = sorted((result, *ended), key=lambda found: found.leg)
+    return conclude(opened, legs, _worst_comparison(folder, result, ended), more=more)
+
+
+def _worst_comparison(folder: Path, leg: LegResult, others: Sequence[LegResult]) -> Comparison:
+    """The first comparison of a leg with another that is not green, else the last.
+
+    A resumed leg has its own stages of before in its folder; legs share none.
+    """
+    found: list[Comparison] = []
+    for other in others:
+        names = sorted((leg.leg, other.leg))
+        found.append(compare.compare_folders(folder / names[0], folder / names[1]))
+    return next((one for one in found if not one.verdict.is_green), found[-1])
 
 
 def resumption(

@@ -15,10 +15,11 @@ from typing import Any
 
 from engines.cluster import gather
 from engines.contracts import ArtifactRef, SegmentResult
+from engines.gates.earlier_steps import GATE, earlier_steps
 from engines.loop import DrawnStep, StepOutcome, TensorKeeper, initial_push, push, steps
 from engines.provenance.evidence_time import take_seconds
 from engines.provenance.fence import write_durably
-from engines.provenance.ledger import LedgerHeader, LedgerLine, LedgerWriter
+from engines.provenance.ledger import LedgerHeader, LedgerLine, LedgerWriter, read_ledger
 from engines.provenance.side_files import drop_old_tensors
 from engines.rollout_dump import write_dump
 from model_specs.errors import CheckpointError
@@ -94,6 +95,23 @@ def train_segment(
     return segment_result(ledger, start_step, last_step, trainer.state_digest(), stopped)
 
 
+def recall_steps(session_name: str, last_step: int) -> None:
+    """Give the leg's gate what its ledger has of the steps that are not run again."""
+    opened = session(session_name)
+    earlier = earlier_steps(
+        read_ledger(opened.folder).lines,
+        last_step=last_step,
+        drawn=opened.spec.prompts_drawn_per_step,
+        trained=opened.spec.data.prompts_per_step,
+    )
+    for gate in earlier.gates:
+        opened.gate.add(gate)
+    opened.unequal_pushes += earlier.unequal_pushes
+    opened.groups_with_variance += earlier.groups_with_variance
+    opened.max_grad_norm = earlier.max_grad_norm
+    opened.changed_weights += earlier.changed_weights
+
+
 @stage("load", version=1)
 def load_state(session_name: str, state: ArtifactRef, *, step: int) -> str:
     """Bring both engines to a checkpoint without training; returns the state digest."""
@@ -141,7 +159,9 @@ def forget_after(opened: LegSession, ledger: LedgerWriter, step: int) -> None:
         path = opened.folder / name
         if path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if json.loads(line)["step"] <= step]
+            # A writer that was killed may have left its last line without an end.
+            whole = [line for line in lines if line.endswith("\n")]
+            kept = [line for line in whole if json.loads(line)["step"] <= step]
             write_durably(path, "".join(kept).encode())
 
 
@@ -209,7 +229,7 @@ def append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> No
 def _note_violations(opened: LegSession, violations: tuple[str, ...]) -> None:
     for violation in violations:
         logger.warning("%s %s", opened.leg, violation)
-        if not violation.startswith("gate:"):
+        if not violation.startswith(GATE):
             opened.unequal_pushes.append(violation)
 
 

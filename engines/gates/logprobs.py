@@ -68,6 +68,8 @@ class StepGate:
     """Requests that could not be compared, by name."""
     worst_by_request: Mapping[str, float] = field(default_factory=dict)
     """Request id -> largest absolute difference."""
+    recorded: tuple[str, ...] = ()
+    """Violations as a ledger has them, of a step that was compared in an earlier attempt."""
 
     @property
     def exact_fraction(self) -> float:
@@ -77,7 +79,7 @@ class StepGate:
     @property
     def aligned(self) -> bool:
         """Whether every token is exact and every request could be compared."""
-        return not self.faults and self.num_exact == self.num_tokens
+        return not (self.faults or self.recorded) and self.num_exact == self.num_tokens
 
     def violations(self, *, on_report: bool = False) -> tuple[str, ...]:
         """Say what did not hold, as the ledger records it; empty when aligned.
@@ -85,6 +87,8 @@ class StepGate:
         A gate on report lets values differ; a request that could not be compared is a fault in any
         mode.
         """
+        if self.recorded:
+            return self.recorded
         found = [f"gate: step {self.step}: {fault}" for fault in self.faults]
         if self.num_exact != self.num_tokens and not on_report:
             where = f"; worst: {self.worst.describe()}" if self.worst else ""

@@ -136,6 +136,7 @@ def test_a_twin_with_a_filter_is_identical_and_can_be_resumed(lockstep: CommandL
     assert kept[0] == kept[1]
     ended = lockstep("resume", "filtered@1", "--set", "plan.num_steps=3")
     assert ended.code == 0, ended
+    assert "\nIdentical\n" in ended.stdout  # the legs were compared again
     assert [line.step for line in ledger(folder / "a").lines] == [0, 1, 2, 3]
     assert read_json(folder / "a" / "filter.json") == kept[0]
     resumed, twin = ledger(folder / "a").lines[2], ledger(folder / "b").lines[2]

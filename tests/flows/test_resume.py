@@ -37,11 +37,23 @@ def extended(lockstep: CommandLine, four_steps: Path) -> Ended:
     return lockstep("resume", RUN, "--set", "plan.num_steps=8")
 
 
+def num_judged_tokens(run: Path) -> int:
+    """Tokens that the verdict speaks of."""
+    return int(json.loads((run / "verdict.json").read_text())["alignment"]["num_tokens"])
+
+
+def num_tokens(run: Path) -> int:
+    """Tokens of all steps in the ledger."""
+    lines = read_ledger(run / "a").lines
+    return int(sum(line.metrics.get("gate/num_tokens", 0) for line in lines))
+
+
 @pytest.mark.usefixtures("extended")
 def test_four_and_four_steps_with_a_fresh_process_between_are_eight_steps(
     four_steps: Path, extended: Ended, twin_folder: Path
 ) -> None:
     assert extended.code == 0, extended
+    assert num_judged_tokens(four_steps) == num_tokens(four_steps)
     shown = re.findall(r"^a (\d)/8 reward", extended.stdout, re.MULTILINE)
     assert shown == ["5", "6", "7", "8"]
     found = compare_ledgers(four_steps / "a", twin_folder / "a", verify=True)
@@ -76,6 +88,7 @@ def test_an_earlier_step_drops_what_came_after_and_gives_the_same_chain_again(
     assert again.code == 0, again
     assert re.findall(r"^a (\d)/6 reward", again.stdout, re.MULTILINE) == ["5", "6"]
     after = verify_ledger(four_steps / "a")
+    assert num_judged_tokens(four_steps) == num_tokens(four_steps)
     assert [line.chain for line in after.lines] == [line.chain for line in before.lines[:7]]
     assert compare_ledgers(four_steps / "a", twin_folder / "a").common_steps == 6
     for name in ("metrics.jsonl", "samples.jsonl"):
