@@ -1,4 +1,4 @@
-"""Memory in use, as the device or, on CPU, the process reports it.
+"""Memory in use, as the device or, for a process that uses none, the process reports it.
 
 mib = process_memory(release=True)
 """
@@ -12,12 +12,12 @@ import torch
 
 
 def process_memory(*, release: bool = False) -> float:
-    """Return MiB in use: of the whole GPU, or resident memory of this process on CPU.
+    """Return MiB in use: of the whole GPU where this process uses one, else its resident memory.
 
     Args:
         release: Give unused cached blocks of a GPU back first: what was freed must not count.
     """
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         if release:
             gc.collect()

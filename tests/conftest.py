@@ -21,8 +21,8 @@ import pytest
 TESTS = Path(__file__).parent
 GPU_TESTS = TESTS / "gpu"
 CPU_VLLM_FOLDERS = (TESTS / "flows",)
-CPU_VLLM_FIXTURES = {"rollout", "small", "wide", "native"}
-"""Of `tests/engines`: each is a vLLM that runs."""
+CPU_VLLM_FIXTURES = {"rollout", "small", "wide", "native", "started", "drilled"}
+"""Of `tests/engines` and `tests/negative`: each is a vLLM that runs."""
 
 
 SHARED = {
@@ -83,8 +83,11 @@ def pytest_xdist_node_collection_finished(node: Any, ids: Sequence[str]) -> None
 def group_of(item: pytest.Item) -> str:
     """Which tests have to run in the process of this one."""
     groups = {SHARED[name] for name in getattr(item, "fixturenames", ()) if name in SHARED}
-    # One process has one Ray session at a time, and `runner` keeps its own until the end.
-    if any(hasattr(getattr(item, "module", None), name) for name in STARTS_RAY):
+    # One process has one Ray session at a time, and `runner` keeps its own until the end. On a GPU
+    # some tests measure the memory of all of it, so no two may run at a time.
+    if item.path.is_relative_to(GPU_TESTS) or any(
+        hasattr(getattr(item, "module", None), name) for name in STARTS_RAY
+    ):
         groups.add("engines")
     alone = item.nodeid if item.path.name == PAGES else str(item.path.relative_to(TESTS))
     return min(groups, default=alone)

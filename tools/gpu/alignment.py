@@ -6,7 +6,9 @@
 Engines run in Ray processes of their own. Each step pushes the weights (sent = received, digest by
 digest), draws, scores at the sampling weights, compares bit by bit, and takes an optimizer step
 with advantages of +1 and -1. At step 1 the draw is repeated: again, in another order, with the
-prefixes cached, and two requests alone. Without `--model` weights are random.
+prefixes cached, and two requests alone; and eight samples are scored by themselves. After the last
+step every element of every layer is compared over eight requests. Without `--model` weights are
+random.
 """
 
 from __future__ import annotations
@@ -19,35 +21,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines.cluster import Cluster, EngineHandle, gather
+from engines.cluster import EngineHandle, gather
 from engines.contracts import Sample, SampleRequest, TrainSample
+from engines.gates.layerwise import compare_layers
 from engines.gates.logprobs import compare_logprobs
-from engines.rollout.group import RolloutGroup, engine_env
-from engines.train.group import TrainerGroup, trainer_env
+from engines.train.group import TrainerGroup
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
+from tools.gpu.start import Started, as_train, started
 
-
-def write_random_model(folder: str, spec_json: str) -> None:
-    """Write a folder of the spec's shape with random weights and the character tokenizer."""
-    import torch
-    from safetensors.torch import save_file
-
-    from engines.checkpoint.tiny_model import config_json, write_tiny_model
-    from model_specs.families.decoder import parameter_shapes
-
-    model = RunSpec.model_validate_json(spec_json).model
-    small = model.model_copy(update={"num_layers": 1, "vocab_size": 100, "intermediate_size": 64})
-    write_tiny_model(folder, small)
-    Path(folder, "config.json").write_text(json.dumps(config_json(model)))
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for name, shape in parameter_shapes(model).items():
-        noise = torch.randn(*shape, generator=generator)
-        values = 1 + 0.05 * noise if "norm" in name else 0.02 * noise
-        tensors[name] = values.bfloat16()
-    save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+FEW = 8
+"""Requests of the checks that cost more than a draw."""
 
 
 def main() -> None:
@@ -77,46 +62,39 @@ def main() -> None:
 
 def run(spec: RunSpec, model: str | None, *, steps: int, scratch: Path) -> dict[str, Any]:
     """Start both engines and run all steps; return figures as JSON values."""
-    scratch.mkdir(parents=True, exist_ok=True)
-    spec_json = spec.model_dump_json()
-    store = spec.execution.object_store_mib
-    with Cluster("gpu-alignment", num_cpus=2, object_store_mib=store) as cluster:
-        engine = cluster.start("rollout-0", env=engine_env(spec), num_cpus=1)
-        rank = cluster.start("trainer-0", env=trainer_env(spec), num_cpus=1)
-        if model is None:
-            model = str(scratch / "model")
-            if not Path(model).is_dir():
-                write = "tools.gpu.alignment:write_random_model"
-                gather([rank.run(write, model, spec_json)], what="random weights")
-        started = time.perf_counter()
-        created = engine.actor.create.remote(
-            "engines.rollout.vllm_engine:VllmEngine", model, spec_json
-        )
-        masters = scratch / f"dcp-{time.time_ns()}"
-        convert = "engines.checkpoint.convert:convert_hf_to_dcp"
-        gather([rank.run(convert, model, str(masters), spec.model)], what="conversion")
-        trainer = TrainerGroup([rank], spec)
-        trainer.start(spec, dcp_dir=masters, rendezvous=f"file://{masters}-rendezvous")
-        gather([created], what="start of the engine", timeout_s=500)
-        rollout = RolloutGroup([engine], spec)
+    with started(spec, scratch, model=model) as engines:
         figures: dict[str, Any] = {
             "recipe": spec.recipe,
-            "model": model,
-            "start_s": round(time.perf_counter() - started, 1),
-            "rollout": rollout.environment(),
-            "ops_outside": {"trainer": trainer.audit()},
+            "model": engines.model,
+            "start_s": engines.start_s,
+            "rollout": engines.rollout.environment(),
+            "ops_outside": {"trainer": engines.trainer.audit()},
             "steps": [],
         }
         for step in range(1, steps + 1):
             print(f"step {step}", flush=True)
-            figures["steps"].append(one_step(spec, engine, rollout, trainer, step))
+            figures["steps"].append(one_step(engines, step))
             print(json.dumps(figures["steps"][-1]), flush=True)
+        figures["layers"] = layers(engines, step=steps + 1, folder=scratch)
+        print(json.dumps(figures["layers"]), flush=True)
         return figures
 
 
-def one_step(
-    spec: RunSpec, engine: EngineHandle, rollout: RolloutGroup, trainer: TrainerGroup, step: int
-) -> dict[str, Any]:
+def layers(engines: Started, *, step: int, folder: Path) -> dict[str, Any]:
+    """Push, and compare every element of every layer over a few requests; return the figures."""
+    engines.push(step)
+    states = folder / f"layers-{time.time_ns()}"
+    chosen = requests(engines.spec, step)[:FEW]
+    (samples,) = gather(
+        [engines.rollout.call_first("layer_states", chosen, folder=str(states))],
+        what="hidden states",
+    )
+    engines.trainer.layer_states(as_train(samples), folder=states)
+    lengths = {sample.request_id: len(sample.prompt_token_ids) for sample in samples}
+    return compare_layers(states, lengths).to_dict()
+
+
+def one_step(engines: Started, step: int) -> dict[str, Any]:
     """Push, draw, score, compare and update; return the figures of the step."""
     clock = [time.perf_counter()]
 
@@ -124,25 +102,19 @@ def one_step(
         clock.append(time.perf_counter())
         return round(clock[-1] - clock[-2], 3)
 
-    buckets, sent = trainer.send(version=step)
-    received = rollout.receive(buckets, version=step)
-    figures: dict[str, Any] = {"sent_is_received": sent == received, "push_s": lap()}
-    chosen = requests(spec, step)
-    samples = rollout.generate(chosen)
+    trainer = engines.trainer
+    figures: dict[str, Any] = {"sent_is_received": engines.push(step), "push_s": lap()}
+    chosen = requests(engines.spec, step)
+    samples = engines.rollout.generate(chosen)
     tokens = sum(len(sample.token_ids) for sample in samples)
     figures |= {"tokens": tokens, "draw_s": lap()}
     if step == 1:
-        figures["same_answer"] = repeated(engine, chosen, samples)
+        figures["same_answer"] = repeated(engines.engine, chosen, samples)
         lap()
-    train = [
-        TrainSample(
-            request_id=sample.request_id,
-            prompt_token_ids=sample.prompt_token_ids,
-            token_ids=sample.token_ids,
-            advantage=1.0 if index % 2 else -1.0,
-        )
-        for index, sample in enumerate(samples)
-    ]
+    train = as_train(samples)
+    if step == 1:
+        figures["scored_alone"] = scored_alone(trainer, train)
+        lap()
     trainer.score(train)
     figures["score_s"] = lap()
     gate = compare_logprobs(step, samples, trainer.scores())
@@ -159,6 +131,17 @@ def one_step(
         "changed_weights": record.changed_weights,
     }
     return figures
+
+
+def scored_alone(trainer: TrainerGroup, train: list[TrainSample]) -> str:
+    """Score all packed and a few by themselves; return how many have the same bits."""
+    trainer.score(train)
+    packed = dict(trainer.scores())
+    same = 0
+    for sample in train[:FEW]:
+        trainer.score([sample])
+        same += trainer.scores()[sample.request_id] == packed[sample.request_id]
+    return f"{same} of {len(train[:FEW])}"
 
 
 def repeated(

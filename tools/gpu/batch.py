@@ -1,14 +1,15 @@
 """A list of checks on one GPU machine: each a process with a time limit, some beside each other.
 
-    python3 -m tools.gpu.batch PLAN.json --out OUT [--only NAME ...] [--value model=FOLDER ...]
+    python3 -m tools.gpu.batch PLAN.json --out OUT [--phase 1] [--only NAME ...]
+        [--value model=FOLDER ...]
 
-PLAN.json: {"phases": [[LANE, ...], ...]}. Phases run one after the other, the lanes of a phase
-beside each other, the parts of a lane one after the other. A part is {"name", "limit_s",
-"command"}. In a command, `{json}` is where the part writes its figures, `{scratch}` a folder for
-all parts, and `{model}` and the like what `--value` gives; a part whose value is not given is not
-run. A part that fails or runs over its limit stops nothing. Prints a line a part as it ends, and
-the end of its output where it failed. Writes OUT/results.json (rc, seconds and figures of every
-part) and OUT/logs.txt (the end of each output).
+PLAN.json: {"phases": [[LANE, ...], ...]}; `--phase` takes one of them alone, counted from 1.
+Phases run one after the other, the lanes of a phase beside each other, the parts of a lane one
+after the other. A part is {"name", "limit_s", "command"}. In a command, `{json}` is where the part
+writes its figures, `{scratch}` a folder for all parts, and `{model}` and the like what `--value`
+gives; a part whose value is not given is not run. A part that fails or runs over its limit stops
+nothing. Prints a line a part as it ends, and the end of its output where it failed. Writes
+OUT/results.json (rc, seconds and figures of every part) and OUT/logs.txt (the end of each output).
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--phase", type=int, help="the only phase to run, counted from 1")
     parser.add_argument("--only", nargs="*", help="names of the parts to run; all when omitted")
     parser.add_argument("--value", action="append", default=[], metavar="NAME=VALUE")
     options = parser.parse_args()
     values = dict(pair.split("=", 1) for pair in options.value)
     phases = json.loads(options.plan.read_text())["phases"]
+    if options.phase:
+        phases = phases[options.phase - 1 : options.phase]
     batch = Batch(options.out, values)
     for phase in phases:
         lanes = [

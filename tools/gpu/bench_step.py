@@ -6,7 +6,10 @@
 
 `fsdp2` and `megatron`: the product on the shared ops. `stock`: numerics.policy=stock. `plain`: a
 stock trainer's step on the samples that were drawn last (`tools.gpu.plain_step`). A whole step is
-push, draw, score and update; its first round is not counted. RECIPE may also be `qwen3_4b`
+push, draw, score and update; its first round is not counted. Both stock variants stay repeatable
+where that is torch's own switch, and their rollout is vLLM's own ops without its compiler: the
+ratio to `plain` is the one to a trainer as people run it, that to the rollout as installed is
+`tools.gpu.bench_vllm`'s. RECIPE may also be `qwen3_4b`
 (`tools.gpu.shapes`). Weights are random. A variant that fails is reported and the others go on.
 """
 

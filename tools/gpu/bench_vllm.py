@@ -40,16 +40,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.in_process:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    report = measure(options.policy, options.recipe, options.rounds, WORKLOADS[: options.workloads])
-    print(json.dumps(report))
-    if options.out:
-        Path(options.out).write_text(json.dumps(report, indent=1))
+    engine, report = start(options.policy, options.recipe)
+    for requests, new in WORKLOADS[: options.workloads]:
+        report["rates"][f"{requests} x {new}"] = rates(engine, requests, new, options.rounds)
+        print(json.dumps(report), flush=True)
+        if options.out:
+            Path(options.out).write_text(json.dumps(report, indent=1))
 
 
-def measure(
-    policy: str, recipe: str, rounds: int, workloads: tuple[tuple[int, int], ...]
-) -> dict[str, Any]:
-    """Start the engine and draw each workload; return figures as JSON values."""
+def start(policy: str, recipe: str) -> tuple[Any, dict[str, Any]]:
+    """Start the engine; return it, and the report without any rate yet, as JSON values."""
     spec = load_recipe(recipe)
     execution = spec.execution.model_copy(
         update={"device": "cuda", "max_num_seqs": 256, "kv_cache_mib": 20480}
@@ -86,7 +86,7 @@ def measure(
             **(own if policy == "aligned" else {"attention_config": {"backend": "FLASH_ATTN"}}),
         )
         start_s = time.perf_counter() - started
-    return {
+    return engine, {
         "policy": policy,
         "in_process": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0",
         "recipe": recipe,
@@ -95,10 +95,7 @@ def measure(
         "device": torch.cuda.get_device_name(),
         "shared_ops": list(plugin.installed()),
         "start_s": round(start_s, 1),
-        "rates": {
-            f"{requests} x {new}": rates(engine, requests, new, rounds)
-            for requests, new in workloads
-        },
+        "rates": {},
     }
 
 

@@ -157,7 +157,7 @@ class World:
 def write_model(folder: str, masters: str, spec_json: str) -> None:
     """Write random weights of the spec's shape and convert them; runs in a rank's process."""
     from engines.checkpoint.convert import convert_hf_to_dcp
-    from tools.gpu.alignment import write_random_model
+    from tools.gpu.shapes import write_random_model
 
     spec = RunSpec.model_validate_json(spec_json)
     write_random_model(folder, spec_json)

@@ -23,7 +23,7 @@ from engines.contracts import TrainSample
 from engines.train.registry import TRAINERS
 from engines.train.trainer import GrpoTrainer
 from model_specs.run_spec import RunSpec
-from tools.gpu.alignment import write_random_model
+from tools.gpu.shapes import write_random_model
 
 
 @contextmanager

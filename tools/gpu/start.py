@@ -67,7 +67,8 @@ def started(spec: RunSpec, scratch: Path, *, model: str | None = None) -> Iterat
         model = model or str(scratch / "model")
         if not Path(model).is_dir():
             write = "tools.gpu.shapes:write_random_model"
-            gather([rank.run(write, model, spec_json)], what="random weights", timeout_s=500)
+            drawn = rank.run(write, model, spec_json, device=spec.execution.device)
+            gather([drawn], what="random weights", timeout_s=500)
         begun = time.perf_counter()
         created = engine.actor.create.remote(ENGINE, model, spec_json, policy=policy)
         masters = scratch / "dcp"
