@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,32 @@ def has_triton() -> bool:
     return any(Path(place, "language", "core.py").is_file() for place in places)
 
 
+def add_in_one_order() -> None:
+    """Give the interpreter a `tl.dot` whose rows do not depend on where they stand in a tile.
+
+    The interpreter multiplies by numpy's matmul. The BLAS behind it takes other kernels for other
+    places of a tile, chosen by the CPU, so a row there has other bits in another place; a device's
+    matrix units do not do so. `einsum` adds up the terms of each element in one order.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def create_dot(
+        self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
+    ) -> Any:
+        left, right = (operand.data.astype(d.data.dtype) for operand in (a, b))
+        product = np.einsum("mk,kn->mn", left, right)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 if has_triton():
     collect_ignore = [IN_INTERPRETER]
     if not torch.cuda.is_available():
         # Read when a kernel is defined: before triton and `engines.numerics.cuda` are imported.
         os.environ["TRITON_INTERPRET"] = "1"
+        add_in_one_order()
 else:
     collect_ignore = [
         path.name for path in Path(__file__).parent.glob("test_*.py") if path.name != IN_INTERPRETER
