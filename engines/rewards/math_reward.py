@@ -12,7 +12,8 @@ DeepScaleR share, except:
   read `x+1/2`, so they call it equal to `x + \frac12` and not to `\frac x2 + \frac12`.
 - a negative mixed number is `-(3+1/2)`; the peers read `-3+1/2`.
 - `\ln 8` is a logarithm; the peers read the product of l, n and 8.
-- powers of two and more digits are evaluated within the limits; the peers compare them as text.
+- exponents of two and more digits or in brackets (`x^{12}`, `x^(1/3)`) are evaluated within the
+  limits; the peers compare them as text.
 - decimals are exact rationals; the peers subtract binary ones.
 - Greek letters other than `\pi` and unknown commands are compared as text only.
 - an answer of more than `MAX_FORMULA_CHARACTERS` characters is compared as LaTeX text only.

