@@ -129,6 +129,24 @@ def test_a_recorded_file_is_found_from_another_folder(
     assert done.stdout == "1.0\n"
 
 
+def test_a_module_that_is_another_file_than_the_digested_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("site", "checkout"):
+        _package(tmp_path / place, "own_package_three")
+    name = "own_package_three.inner.rewards:score"
+    first, second = (
+        locate(name, recorded_file=f"{tmp_path}/{place}/own_package_three/inner/rewards.py")
+        for place in ("site", "checkout")
+    )
+    monkeypatch.syspath_prepend(tmp_path / "checkout")
+    assert load(first)("x", "y") == 1.0  # out of its own folder, whatever comes first on the path
+    with pytest.raises(SpecError) as caught:
+        load(second)  # this process has imported the other copy already
+    assert first.file in str(caught.value)
+    assert second.file in str(caught.value)
+
+
 def test_an_own_recipe_is_a_file_or_a_module_and_labels_its_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
