@@ -9,8 +9,9 @@ What a value points to is looked up here, so that the spec is complete before an
 - `model.path=FOLDER` or `hf://org/name@revision` makes the model's facts those of its config.json.
   A spec whose weights are known already (a run that is resumed) keeps its facts, and the folder is
   checked against them.
-- `reward=my_pkg.mod:score` or `reward=FILE.py:score` is short for `reward.name=`; the digest of its
-  sources is filled in, and a spec that has another digest already is refused.
+- `reward=my_pkg.mod:score` or `reward=FILE.py:score` is short for `reward.name=`; its sources are
+  looked up and digested, also where the spec has that name already. Where no reward is named, one
+  with another digest than the spec has is refused.
 - `data.chat_template=FILE` reads the file; a text that holds `{` is the template itself.
 
 Usage::
@@ -35,7 +36,7 @@ from model_specs.run_spec import RunSpec
 
 
 def apply_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """Return `spec` with each `dotted.key=value` applied, in order, and looked up.
+    """Return `spec` with each `dotted.key=value` applied (the reward's name first) and looked up.
 
     Raises:
         SpecError: For text without `=`, an unknown key (with near names), a value of the wrong type
@@ -45,15 +46,16 @@ def apply_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     """
     known = _known_fields(RunSpec)
     assignments = [_assignment(override, known) for override in overrides]
+    # First, since it clears what belongs to the function that was named before.
+    assignments.sort(key=lambda assignment: assignment[0] != "reward.name")
     values = spec.model_dump()
     chosen = dict(assignments).get("model.path")
     model = own_model(spec, chosen) if isinstance(chosen, str) else None
     if model is not None:
         values["model"] = model.model_dump()
     for key, value in assignments:
-        if key == "reward.name" and value != values["reward"]["name"]:
-            kept = {name: values["reward"][name] for name in ("timeout_s", "format_credit")}
-            values["reward"] = {"name": value, **kept}
+        if key == "reward.name":
+            values["reward"] = _renamed(values["reward"], value)
         elif key == "model.path" and model is not None:
             continue
         else:
@@ -73,6 +75,13 @@ def _assignment(override: str, known: dict[str, Any]) -> tuple[str, Any]:
         listed = f"; near: {', '.join(near)}" if near else f"; top-level: {_top_level()}"
         raise SpecError(f"override {override!r}: the spec has no field {key!r}{listed}")
     return key, _parsed(text, known[key])
+
+
+def _renamed(reward: dict[str, Any], name: Any) -> dict[str, Any]:
+    """Return a reward that was named: its function is looked up again, here and now."""
+    if name == reward["name"]:
+        return {**reward, "source": None, "digest": None}
+    return {"name": name, **{field: reward[field] for field in ("timeout_s", "format_credit")}}
 
 
 def _validated(values: dict[str, Any]) -> RunSpec:
