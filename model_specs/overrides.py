@@ -12,6 +12,7 @@ What a value points to is looked up here, so that the spec is complete before an
 - `reward=my_pkg.mod:score` or `reward=FILE.py:score` is short for `reward.name=`; its sources are
   looked up and digested, also where the spec has that name already. Where no reward is named, one
   with another digest than the spec has is refused.
+- `data.source=PATH@[a:b]` replaces the rows that a spec has, too.
 - `data.chat_template=FILE` reads the file; a text that holds `{` is the template itself.
 
 Usage::
@@ -30,6 +31,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from model_specs.base import Frozen
+from model_specs.data_spec import names_rows
 from model_specs.errors import SpecError
 from model_specs.lookup import looked_up, own_model
 from model_specs.run_spec import RunSpec
@@ -53,6 +55,8 @@ def apply_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     model = own_model(spec, chosen) if isinstance(chosen, str) else None
     if model is not None:
         values["model"] = model.model_dump()
+    if names_rows(dict(assignments).get("data.source")):
+        values["data"]["rows"] = None  # those of the source that is replaced
     for key, value in assignments:
         if key == "reward.name":
             values["reward"] = _renamed(values["reward"], value)
@@ -91,7 +95,7 @@ def _validated(values: dict[str, Any]) -> RunSpec:
         return RunSpec.model_validate(values)
     except ValidationError as error:
         problems = "; ".join(
-            f"{_location(item['loc'])}={item['input']!r}: {item['msg']}" for item in error.errors()
+            f"{_shown(item['loc'], item['input'])}: {item['msg']}" for item in error.errors()
         )
         raise SpecError(f"the spec with these overrides is not valid: {problems}") from error
 
@@ -160,6 +164,12 @@ def _fields_of_kind(name: str, value: Any) -> Any:
     all_have = set.intersection(*(set(names) for names in kinds.values()))
     only_others = set().union(*kinds.values()) - set(fields or ()) - all_have
     return {field: inner for field, inner in value.items() if field not in only_others}
+
+
+def _shown(location: tuple[int | str, ...], value: Any) -> str:
+    """Return the field with its value; a group's message names the fields of it that matter."""
+    field = _location(location)
+    return field if isinstance(value, dict) else f"{field}={value!r}"
 
 
 def _location(location: tuple[int | str, ...]) -> str:
