@@ -12,6 +12,8 @@ What a value points to is looked up here, so that the spec is complete before an
 - `reward=my_pkg.mod:score` or `reward=FILE.py:score` is short for `reward.name=`; its sources are
   looked up and digested, also where the spec has that name already. Where no reward is named, one
   with another digest than the spec has is refused.
+- `numerics=stock` is short for `numerics.policy=stock` with every gate that such a policy cannot
+  hold at what it may be (`UNALIGNED_GATES`); a gate that is set in the same call is left alone.
 - `data.source=PATH@[a:b]` replaces the rows that a spec has, too.
 - `data.chat_template=FILE` reads the file; a text that holds `{` is the template itself.
 
@@ -34,11 +36,11 @@ from model_specs.base import Frozen
 from model_specs.data_spec import names_rows
 from model_specs.errors import SpecError
 from model_specs.lookup import looked_up, own_model
-from model_specs.run_spec import RunSpec
+from model_specs.run_spec import UNALIGNED_GATES, RunSpec
 
 
 def apply_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """Return `spec` with each `dotted.key=value` applied (the reward's name first) and looked up.
+    """Return `spec` with each `dotted.key=value` applied (short forms first) and looked up.
 
     Raises:
         SpecError: For text without `=`, an unknown key (with near names), a value of the wrong type
@@ -48,8 +50,8 @@ def apply_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     """
     known = _known_fields(RunSpec)
     assignments = [_assignment(override, known) for override in overrides]
-    # First, since it clears what belongs to the function that was named before.
-    assignments.sort(key=lambda assignment: assignment[0] != "reward.name")
+    # First, since they also set or clear other fields, which may be set in the same call.
+    assignments.sort(key=lambda assignment: assignment[0] not in ("reward.name", "numerics"))
     values = spec.model_dump()
     chosen = dict(assignments).get("model.path")
     model = own_model(spec, chosen) if isinstance(chosen, str) else None
@@ -60,6 +62,8 @@ def apply_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     for key, value in assignments:
         if key == "reward.name":
             values["reward"] = _renamed(values["reward"], value)
+        elif key == "numerics" and isinstance(value, str):
+            _choose_policy(values, value)
         elif key == "model.path" and model is not None:
             continue
         else:
@@ -86,6 +90,16 @@ def _renamed(reward: dict[str, Any], name: Any) -> dict[str, Any]:
     if name == reward["name"]:
         return {**reward, "source": None, "digest": None}
     return {"name": name, **{field: reward[field] for field in ("timeout_s", "format_credit")}}
+
+
+def _choose_policy(values: dict[str, Any], policy: str) -> None:
+    """Set the policy and, unless it is aligned, the gates that it cannot hold."""
+    values["numerics"]["policy"] = policy
+    if policy != "aligned":
+        gates = values["plan"]["gates"]
+        for name, allowed in UNALIGNED_GATES.items():
+            if gates[name] not in allowed:
+                gates[name] = allowed[0]
 
 
 def _validated(values: dict[str, Any]) -> RunSpec:
