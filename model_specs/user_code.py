@@ -139,7 +139,7 @@ def _import_module(file: Path, module: str) -> Any:
         try:
             found.loader.exec_module(package)
         except BaseException:
-            del sys.modules[top]  # as an import statement does
+            sys.modules.pop(top, None)  # as an import statement does
             raise
     return importlib.import_module(module)
 

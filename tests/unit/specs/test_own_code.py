@@ -181,6 +181,18 @@ def test_a_module_that_is_another_file_than_the_digested_one_is_refused(
     assert second.file in str(caught.value)
 
 
+def test_a_package_that_raised_is_not_left_half_imported(tmp_path: Path) -> None:
+    inner = _package(tmp_path, "own_package_four")
+    top = inner.parent / "__init__.py"
+    top.write_text("raise RuntimeError('not yet')\n")
+    (inner / "rewards.py").write_text("from own_package_four import LIMIT\n" + SCORE)
+    code = locate("own_package_four.inner.rewards:score", recorded_file=f"{inner}/rewards.py")
+    with pytest.raises(SpecError, match="raised RuntimeError: not yet"):
+        load(code)
+    top.write_text("LIMIT = 1\n")
+    assert load(code)("x", "y") == 1.0
+
+
 def test_an_own_recipe_is_a_file_or_a_module_and_labels_its_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
