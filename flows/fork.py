@@ -65,13 +65,13 @@ def forked(parent: Path, step: int | None, overrides: tuple[str, ...], *, leg: s
     spec = runs.read_spec(parent)
     _, found = runs.checkpoint_at(parent / leg, step)
     meta = read_meta(found.uri, trajectory=trajectory_fingerprint(spec))
-    # Another source has another digest; where the text was not changed, it is the same again.
-    changes_data = any(text.startswith(("data.source=", "data.split=")) for text in overrides)
-    fresh = ("data.digest=null",) if changes_data else ()
-    changed = apply_overrides(spec, (*fresh, *overrides))
+    assigned = {text.partition("=")[0].strip() for text in overrides}
+    changed = apply_overrides(_without_data_digests(spec, assigned), overrides)
     differences = spec_differences(spec, changed)
-    if changed.filter is not None and any(row[0].startswith("filter.") for row in differences):
-        # What the parent's filter kept is no result of this one's.
+    is_other_filter = any(row[0].startswith("filter.") for row in differences)
+    is_other_text = changed.data.digest != spec.data.digest
+    if changed.filter is not None and (is_other_filter or is_other_text):
+        # What the parent's filter kept of its data is no result of this one's.
         changed = apply_overrides(changed, ("filter.kept_ids=[]", "filter.kept_digest=null"))
     rows = [row for row in differences if row[0].startswith("model.")]
     if rows:
@@ -88,6 +88,23 @@ def forked(parent: Path, step: int | None, overrides: tuple[str, ...], *, leg: s
         checkpoint=found.uri,
     )
     return RunSpec.model_validate({**changed.model_dump(), "origin": origin.model_dump()})
+
+
+def _without_data_digests(spec: RunSpec, assigned: set[str]) -> RunSpec:
+    """Clear the digest of what is read from another place once these fields are assigned.
+
+    Download fills it in; where the text was not changed, it is the same again.
+    """
+    data, plan = spec.data, spec.plan
+    if assigned & {"data.source", "data.split"}:
+        data = data.model_copy(update={"digest": None})
+    if assigned & {"data", "data.source"}:  # a set without a source is read from the run's
+        evals = tuple(
+            chosen if chosen.source is not None else chosen.model_copy(update={"digest": None})
+            for chosen in plan.evals
+        )
+        plan = plan.model_copy(update={"evals": evals})
+    return spec.model_copy(update={"data": data, "plan": plan})
 
 
 if __name__ == "__main__":

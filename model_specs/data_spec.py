@@ -27,6 +27,11 @@ _ROWS = re.compile(r"(?:-?\d+)?:(?:-?\d+)?")
 _ROWS_SUFFIX = re.compile(r"(?P<path>.*)@\[(?P<rows>[^\[\]]*)\]", re.DOTALL)
 
 
+def names_rows(source: Any) -> bool:
+    """Whether a source is of the form `PATH@[a:b]`."""
+    return isinstance(source, str) and _ROWS_SUFFIX.fullmatch(source) is not None
+
+
 def without_rows_in_source(values: Any, where: str) -> Any:
     """Read `source=PATH@[a:b]` as `source=PATH`, `rows=a:b`."""
     if not isinstance(values, Mapping) or not isinstance(values.get("source"), str):

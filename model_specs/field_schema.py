@@ -60,13 +60,15 @@ def spec_fields() -> dict[str, SettableField]:
 def overrides_schema() -> dict[str, Any]:
     """Return a JSON schema for a mapping of dotted field names to values; no other key is allowed.
 
-    `reward` stands for `reward.name`, as with `--set`, and `filter` takes null to switch it off.
+    `reward` and `numerics` are short forms, as with `--set`, and `filter` takes null to switch it
+    off.
     """
     properties: dict[str, Any] = {
         name: {**field.schema, **({"description": field.description} if field.description else {})}
         for name, field in spec_fields().items()
     }
     properties["reward"] = properties["reward.name"]
+    properties["numerics"] = properties["numerics.policy"]
     properties["filter"] = {"type": "null"}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 

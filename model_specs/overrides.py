@@ -9,8 +9,12 @@ What a value points to is looked up here, so that the spec is complete before an
 - `model.path=FOLDER` or `hf://org/name@revision` makes the model's facts those of its config.json.
   A spec whose weights are known already (a run that is resumed) keeps its facts, and the folder is
   checked against them.
-- `reward=my_pkg.mod:score` or `reward=FILE.py:score` is short for `reward.name=`; the digest of its
-  sources is filled in, and a spec that has another digest already is refused.
+- `reward=my_pkg.mod:score` or `reward=FILE.py:score` is short for `reward.name=`; its sources are
+  looked up and digested, also where the spec has that name already. Where no reward is named, one
+  with another digest than the spec has is refused.
+- `numerics=stock` is short for `numerics.policy=stock` with every gate that such a policy cannot
+  hold at what it may be (`UNALIGNED_GATES`); a gate that is set in the same call is left alone.
+- `data.source=PATH@[a:b]` replaces the rows that a spec has, too.
 - `data.chat_template=FILE` reads the file; a text that holds `{` is the template itself.
 
 Usage::
@@ -29,13 +33,14 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from model_specs.base import Frozen
+from model_specs.data_spec import names_rows
 from model_specs.errors import SpecError
 from model_specs.lookup import looked_up, own_model
-from model_specs.run_spec import RunSpec
+from model_specs.run_spec import UNALIGNED_GATES, RunSpec
 
 
 def apply_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """Return `spec` with each `dotted.key=value` applied, in order, and looked up.
+    """Return `spec` with each `dotted.key=value` applied (short forms first) and looked up.
 
     Raises:
         SpecError: For text without `=`, an unknown key (with near names), a value of the wrong type
@@ -45,15 +50,20 @@ def apply_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     """
     known = _known_fields(RunSpec)
     assignments = [_assignment(override, known) for override in overrides]
+    # First, since they also set or clear other fields, which may be set in the same call.
+    assignments.sort(key=lambda assignment: assignment[0] not in ("reward.name", "numerics"))
     values = spec.model_dump()
     chosen = dict(assignments).get("model.path")
     model = own_model(spec, chosen) if isinstance(chosen, str) else None
     if model is not None:
         values["model"] = model.model_dump()
+    if names_rows(dict(assignments).get("data.source")):
+        values["data"]["rows"] = None  # those of the source that is replaced
     for key, value in assignments:
-        if key == "reward.name" and value != values["reward"]["name"]:
-            kept = {name: values["reward"][name] for name in ("timeout_s", "format_credit")}
-            values["reward"] = {"name": value, **kept}
+        if key == "reward.name":
+            values["reward"] = _renamed(values["reward"], value)
+        elif key == "numerics" and isinstance(value, str):
+            _choose_policy(values, value)
         elif key == "model.path" and model is not None:
             continue
         else:
@@ -75,6 +85,23 @@ def _assignment(override: str, known: dict[str, Any]) -> tuple[str, Any]:
     return key, _parsed(text, known[key])
 
 
+def _renamed(reward: dict[str, Any], name: Any) -> dict[str, Any]:
+    """Return a reward that was named: its function is looked up again, here and now."""
+    if name == reward["name"]:
+        return {**reward, "source": None, "digest": None}
+    return {"name": name, **{field: reward[field] for field in ("timeout_s", "format_credit")}}
+
+
+def _choose_policy(values: dict[str, Any], policy: str) -> None:
+    """Set the policy and, unless it is aligned, the gates that it cannot hold."""
+    values["numerics"]["policy"] = policy
+    if policy != "aligned":
+        gates = values["plan"]["gates"]
+        for name, allowed in UNALIGNED_GATES.items():
+            if gates[name] not in allowed:
+                gates[name] = allowed[0]
+
+
 def _validated(values: dict[str, Any]) -> RunSpec:
     for name in ("reduction", "schedule"):
         values[name] = _fields_of_kind(name, values[name])
@@ -82,7 +109,7 @@ def _validated(values: dict[str, Any]) -> RunSpec:
         return RunSpec.model_validate(values)
     except ValidationError as error:
         problems = "; ".join(
-            f"{_location(item['loc'])}={item['input']!r}: {item['msg']}" for item in error.errors()
+            f"{_shown(item['loc'], item['input'])}: {item['msg']}" for item in error.errors()
         )
         raise SpecError(f"the spec with these overrides is not valid: {problems}") from error
 
@@ -151,6 +178,12 @@ def _fields_of_kind(name: str, value: Any) -> Any:
     all_have = set.intersection(*(set(names) for names in kinds.values()))
     only_others = set().union(*kinds.values()) - set(fields or ()) - all_have
     return {field: inner for field, inner in value.items() if field not in only_others}
+
+
+def _shown(location: tuple[int | str, ...], value: Any) -> str:
+    """Return the field with its value; a group's message names the fields of it that matter."""
+    field = _location(location)
+    return field if isinstance(value, dict) else f"{field}={value!r}"
 
 
 def _location(location: tuple[int | str, ...]) -> str:

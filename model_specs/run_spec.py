@@ -99,13 +99,23 @@ class StockReduction(Frozen):
     world_size: int = Field(ge=1)
 
 
+UNALIGNED_GATES: Final[dict[str, tuple[str, ...]]] = {
+    "logprobs": ("report", "off"),
+    "preflight": ("optional", "off"),
+    "layerwise": ("off",),
+    "controls": ("off",),
+}
+"""Gate -> what it may be where `numerics.policy` is not aligned, the most telling first."""
+
+
 class NumericsSpec(Frozen):
     """Which arithmetic both engines run."""
 
     policy: Literal["aligned", "stock", "peer"] = "aligned"
     """`aligned`: the shared ops under both engines. `stock`: transformers' and vLLM's own ops, for
     comparison; no alignment is claimed. `peer`: the same with the switches of the public reference
-    runs (FlashInfer attention, NCCL Ring, cuBLAS :4096:8); CUDA only."""
+    runs (FlashInfer attention, NCCL Ring, cuBLAS :4096:8); CUDA only. `--set numerics=stock` sets
+    the gates with it."""
     rollout_attention: Literal["shared", "flashinfer"] = "shared"
     """policy=aligned on CUDA: FlashInfer's attention in the rollout instead of the shared one; the
     probes decide whether a run may go on with it."""
@@ -303,7 +313,7 @@ class RunSpec(Frozen):
             raise SpecError(
                 f"loss.tis_clip={self.loss.tis_clip} corrects a mismatch between trainer and "
                 "rollout, and numerics.policy=aligned has none: every weight would be exactly 1, "
-                "and a bug would be hidden; leave it out, or set numerics.policy=stock"
+                "and a bug would be hidden; leave it out, or set numerics=stock"
             )
         if self.loss.kl_coef and not self.loss.reference:
             raise SpecError(
@@ -324,12 +334,12 @@ class RunSpec(Frozen):
 
     def _check_unaligned(self) -> None:
         """Refuse what only aligned engines can promise."""
-        gates = self.plan.gates
-        wanted = {
-            "plan.gates.logprobs": (gates.logprobs, ("report", "off")),
-            "plan.gates.preflight": (gates.preflight, ("optional", "off")),
-            "plan.gates.layerwise": (gates.layerwise, ("off",)),
-            "plan.gates.controls": (gates.controls, ("off",)),
+        gates = {
+            f"plan.gates.{name}": (getattr(self.plan.gates, name), allowed)
+            for name, allowed in UNALIGNED_GATES.items()
+        }
+        wanted: dict[str, tuple[object, tuple[object, ...]]] = {
+            **gates,
             "trainer_options.max_tokens_per_rank": (
                 self.trainer_options.max_tokens_per_rank,
                 (None,),
@@ -346,8 +356,9 @@ class RunSpec(Frozen):
             if found not in allowed
         ]
         if wrong:
+            policy = self.numerics.policy
             raise SpecError(
-                f"numerics.policy={self.numerics.policy} runs other ops in trainer and rollout, so "
-                "nothing can be promised about their log-probs; this does not go with it: "
-                f"{'; '.join(wrong)}"
+                f"numerics.policy={policy} runs other ops in trainer and rollout, so nothing can "
+                "be promised about their log-probs; this does not go with it: "
+                f"{'; '.join(wrong)}; --set numerics={policy} chooses for the gates"
             )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -75,20 +76,18 @@ def load(code: UserCode) -> Callable[..., Any]:
     """Import the module of `code` and return its function.
 
     Raises:
-        SpecError: The module raised while it was imported, or what it names is not callable.
+        SpecError: The module raised while it was imported, is another file than the one that was
+            digested, or what it names is not callable.
     """
     module, _, function = code.name.rpartition(":")
     file = Path(code.file)
     try:
-        if module.endswith(".py"):
-            loaded = _import_file(file)
-        else:
-            _make_importable(import_root(file, module))
-            loaded = importlib.import_module(module)
+        loaded = _import_file(file) if module.endswith(".py") else _import_module(file, module)
     except Exception as error:  # whatever the user's module raises
         raise SpecError(
             f"{code.name}: importing {file} raised {type(error).__name__}: {error}"
         ) from error
+    _require_file(loaded, code)
     found = getattr(loaded, function, None)
     if not callable(found):
         raise SpecError(f"{code.name}: {function!r} in {file} is {found!r}, not a function")
@@ -123,6 +122,36 @@ def _make_importable(folder: Path) -> None:
     # At the end: a folder of the user's must not shadow an installed package.
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def _import_module(file: Path, module: str) -> Any:
+    """Import a dotted module out of the folder in which `file` was found.
+
+    Another copy of its package may be earlier on `sys.path`: which one that is depends on how this
+    process was started and from where, so the topmost package is taken from that folder by itself.
+    """
+    root, top = import_root(file, module), module.partition(".")[0]
+    _make_importable(root)  # for a module beside it
+    found = importlib.machinery.PathFinder.find_spec(top, [str(root)])
+    if top not in sys.modules and found is not None and found.loader is not None:
+        package = importlib.util.module_from_spec(found)
+        sys.modules[top] = package
+        try:
+            found.loader.exec_module(package)
+        except BaseException:
+            sys.modules.pop(top, None)  # as an import statement does
+            raise
+    return importlib.import_module(module)
+
+
+def _require_file(loaded: Any, code: UserCode) -> None:
+    """Require that a module is the file that was digested, and no other copy of its name."""
+    origin = getattr(loaded, "__file__", None)
+    if origin is None or Path(origin).resolve() != Path(code.file).resolve():
+        raise SpecError(
+            f"{code.name}: the sources at {code.file} were found and digested, but Python has this "
+            f"module from {origin}; keep one of the two, or name the file as PATH/FILE.py:function"
+        )
 
 
 def _import_file(file: Path) -> Any:

@@ -35,8 +35,12 @@ HASH_SEEDS = ("0", "1")
 """PYTHONHASHSEED of the two processes: fixed, so that values repeat, and not the same."""
 
 _PROGRAM = (
-    "import sys; sys.path.append(sys.argv[1]); from engines.rewards.worker import main; main()"
+    "import os, sys; sys.path += [sys.argv[1], os.getcwd()]; "
+    "from engines.rewards.worker import main; main()"
 )
+"""The current folder comes last, as where a reward is looked up: no copy there may stand in front
+of an installed module (without `-P`, `-c` would put it first)."""
+
 _STDERR_CHARACTERS = 800
 
 
@@ -110,7 +114,10 @@ def _started(request: Path, order: list[int], hash_seed: str) -> Iterator[_Worke
     is_reversed = "1" if order and order[0] else "0"
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, root, str(request), is_reversed, str(os.getpid())],
+            [
+                *(sys.executable, "-P", "-c", _PROGRAM),
+                *(root, str(request), is_reversed, str(os.getpid())),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -139,7 +139,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         kind="feature",
         asked=_policy("peer", "cpu"),
         reason="FlashInfer, NCCL and cuBLAS, which it switches, do not exist there",
-        remedy="set execution.device=cuda, or numerics.policy=stock",
+        remedy="set execution.device=cuda, or numerics=stock",
     ),
     Capability(
         name="FlashInfer attention on CPU",

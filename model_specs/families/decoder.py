@@ -24,6 +24,20 @@ Difference = tuple[str, Any, Any]
 DEFAULT_ROPE_THETA = 10000.0
 """What transformers takes when a config names none."""
 
+_NOT_READ = {
+    "quantization_config": "quantised checkpoint",
+    "compression_config": "quantised checkpoint",
+    "vision_config": "multimodal",
+    "audio_config": "multimodal",
+    "num_nextn_predict_layers": "multi-token prediction",
+    "mtp_num_hidden_layers": "multi-token prediction",
+    "num_mtp_layers": "multi-token prediction",
+    "num_mtp_modules": "multi-token prediction",
+}
+"""Key of a config.json -> what the folder holds beside, or instead of, a plain decoder's weights.
+
+None, 0 and an empty group mean that there is none of it."""
+
 _CONFIG_NAMES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -79,7 +93,18 @@ def common_refusals(config: Mapping[str, Any]) -> list[Difference]:
     dropout = config.get("attention_dropout", 0.0)
     if dropout:
         refusals.append(("attention_dropout", 0.0, dropout))
+    for name, what in _NOT_READ.items():
+        if value := config.get(name):
+            is_number = isinstance(value, int)
+            refusals.append((f"{name} ({what})", 0 if is_number else None, _kind_of(value)))
     return refusals
+
+
+def _kind_of(value: Any) -> Any:
+    """Return what a group of a config calls itself, for a message; anything else as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    return value.get("quant_method") or value.get("model_type") or sorted(value)
 
 
 def sliding_window_refusals(config: Mapping[str, Any]) -> list[Difference]:

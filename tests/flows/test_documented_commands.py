@@ -58,7 +58,7 @@ EXIT_CODES = {
     "--inject-flip": 10,
     "lockstep diff first slower": 10,
     "lockstep diff RUN/a OTHER_RUN/a --across seeds": 10,
-    "numerics.policy=stock": 13,
+    "numerics=stock": 13,
 }
 """Part of a command -> how it ends; the first that fits. All others end with 0."""
 

@@ -178,7 +178,8 @@ def filtered_parent(folder: Path) -> Path:
     asked = apply_overrides(load_recipe("tiny_cpu"), BAND)
     assert asked.filter is not None
     filled = asked.filter.model_copy(update={"kept_ids": ("1", "4"), "kept_digest": "d"})
-    spec = asked.model_copy(update={"filter": filled})
+    data = asked.data.model_copy(update={"digest": "text"})
+    spec = asked.model_copy(update={"filter": filled, "data": data})
     run = new_run(spec, folder, run_id="parent")
     meta = CheckpointMeta(
         trajectory=trajectory_fingerprint(spec),
@@ -203,6 +204,8 @@ def test_a_fork_keeps_what_was_kept_unless_its_filter_is_another(tmp_path: Path)
     assert kept("optimizer.lr=1e-3") == ("1", "4")
     assert kept("filter.high=0.8") == ()
     assert kept("filter.threshold=0.5", "sampling.temperature=0.5") == ()
+    assert kept("data.source=/other") == kept("data.split=test") == ()  # ids of other prompts
+    assert kept("data.source=/same", "data.digest=text") == ("1", "4")
     assert forked(parent, 1, ("filter=null",), leg="a").filter is None
 
 

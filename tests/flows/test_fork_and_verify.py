@@ -247,11 +247,15 @@ def test_the_state_a_fork_begins_with_is_identity_and_its_place_is_not(spec: Run
     assert apply_overrides(begun, ("optimizer.lr=1e-3",)).origin == ORIGIN
 
 
-def written_checkpoint(folder: Path) -> Path:
+SAMPLING = {"max_new_tokens": 4}
+
+
+def written_checkpoint(folder: Path, spec: RunSpec | None = None) -> Path:
+    """A committed checkpoint of step 2, of a run of this spec or of one that is called `parent`."""
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(b"tensors")
     meta = CheckpointMeta(
-        trajectory="parent",
+        trajectory="parent" if spec is None else trajectory_fingerprint(spec),
         step=2,
         updates=2,
         samples_consumed=64,
@@ -262,6 +266,29 @@ def written_checkpoint(folder: Path) -> Path:
     values = {name: getattr(meta, name) for name in meta.__dataclass_fields__}
     (folder / "meta.json").write_text(json.dumps(values))
     return folder
+
+
+def test_a_fork_with_other_data_keeps_no_digest_of_what_follows_it(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    sets = [
+        {"name": name, "source": source, "digest": name, "every": 1, "sampling": SAMPLING}
+        for name, source in (("follows", None), ("own", "/mine"))
+    ]
+    recorded = apply_overrides(spec, ("data.digest=old", f"plan.evals={json.dumps(sets)}"))
+    parent = runs.new_run(recorded, tmp_path, run_id="parent").folder
+    written_checkpoint(parent / "a" / "checkpoints" / "step-000002", recorded)
+
+    def digests(*overrides: str) -> tuple[str | None, ...]:
+        found = forked(parent, 2, overrides, leg="a")
+        return (found.data.digest, *(chosen.digest for chosen in found.plan.evals))
+
+    assert digests("optimizer.lr=1e-3") == ("old", "follows", "own")
+    assert digests("data.source=/other") == (None, None, "own")
+    assert digests("data.source=/other", "data.digest=new") == ("new", None, "own")
+    assert digests("data.split=test") == (None, "follows", "own")  # a set has its own split
+    again = f"plan.evals={json.dumps(sets[:1])}"
+    assert digests("data.source=/other", again) == (None, "follows")  # what is named is kept
 
 
 def test_another_state_than_the_origin_names_is_not_taken(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_the_twin_of_a_stock_run_is_judged_by_its_comparison_alone(
 def test_a_single_stock_run_is_never_called_aligned(lockstep: CommandLine) -> None:
     ended = lockstep(
         *("run", "tiny_cpu", "--run-id", "stock-single", "--json"),
-        *flags(*STOCK, "plan.num_steps=1", "plan.gates.preflight=off"),
+        *flags("numerics=stock", "plan.num_steps=1"),
     )
     assert ended.code == 13, ended
     found = json.loads(ended.stdout)

@@ -74,3 +74,38 @@ def test_stock_numerics_go_with_no_layerwise_gate_and_no_micro_batches() -> None
     bound = ("plan.gates.layerwise=off", "trainer_options.max_tokens_per_rank=9216")
     with pytest.raises(SpecError, match=r"max_tokens_per_rank=9216 \(choose None\)"):
         apply_overrides(recipe(), (*STOCK, *bound))
+
+
+@pytest.mark.parametrize("policy", ["stock", "peer"])
+def test_the_short_form_of_a_policy_sets_the_gates_that_it_cannot_hold(policy: str) -> None:
+    spec = apply_overrides(recipe(), (f"numerics={policy}",))
+    assert spec.numerics.policy == policy
+    gates = spec.plan.gates
+    assert (gates.logprobs, gates.preflight) == ("report", "optional")
+    assert (gates.layerwise, gates.controls) == ("off", "off")
+    # Nothing else changes: the same flow, the same ledger.
+    numerics = spec.numerics.model_copy(update={"policy": "aligned"})
+    plan = spec.plan.model_copy(update={"gates": recipe().plan.gates})
+    assert spec.model_copy(update={"numerics": numerics, "plan": plan}) == recipe()
+
+
+def test_the_short_form_leaves_alone_what_is_allowed_or_set_in_the_same_call() -> None:
+    off = ("plan.gates.logprobs=off", "plan.gates.preflight=off")
+    recorded = apply_overrides(recipe(), off)
+    gates = apply_overrides(recorded, ("numerics=stock",)).plan.gates
+    assert (gates.logprobs, gates.preflight) == ("off", "off")
+    for overrides in (("numerics=stock", *off), (*off, "numerics=stock")):
+        gates = apply_overrides(recipe(), overrides).plan.gates
+        assert (gates.logprobs, gates.preflight) == ("off", "off")
+    with pytest.raises(SpecError, match=r"controls=required \(choose off\)"):
+        apply_overrides(recipe(), ("plan.gates.controls=required", "numerics=stock"))
+
+
+def test_the_short_form_takes_the_policies_and_a_whole_group_and_nothing_else() -> None:
+    assert apply_overrides(recipe(), ("numerics=aligned",)) == recipe()
+    whole = apply_overrides(recipe(), ('numerics={"compute_dtype": "float32"}',))
+    assert (whole.numerics.policy, whole.numerics.compute_dtype) == ("aligned", "float32")
+    with pytest.raises(SpecError, match=r"numerics\.policy='stok': Input should be 'aligned'"):
+        apply_overrides(recipe(), ("numerics=stok",))
+    with pytest.raises(SpecError, match=r"--set numerics=stock chooses for the gates"):
+        apply_overrides(recipe(), ("numerics.policy=stock",))

@@ -56,8 +56,9 @@ def test_every_field_of_the_spec_can_be_set_and_has_a_schema_without_references(
     assert {"minimum": 0, "type": "number"} in fields["optimizer.weight_decay"].schema["anyOf"]
     assert any(name.startswith("optimizer.weight_decay.") for name in fields)
     assert "$ref" not in str(overrides_schema())
-    # What `--set` takes beside the fields: the short name of a reward, and no filter.
-    assert {"reward", "filter"} == overrides_schema()["properties"].keys() - fields.keys()
+    # What `--set` takes beside the fields: two short forms, and no filter.
+    more = overrides_schema()["properties"].keys() - fields.keys()
+    assert more == {"reward", "numerics", "filter"}
 
 
 def test_a_metric_that_the_table_lacks_is_found() -> None:

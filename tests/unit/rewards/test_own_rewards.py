@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -127,6 +128,29 @@ def test_a_reward_whose_sources_changed_during_the_run_is_refused(tmp_path: Path
     (tmp_path / "mine.py").write_text(_body("return 1"))
     with pytest.raises(SpecError, match="the run started with"):
         score_samples(SAMPLES, LABELS, spec)
+
+
+def test_of_two_copies_of_a_reward_the_one_that_was_digested_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"site": 0.25, "checkout": 0.5}
+    for place, value in values.items():
+        package = tmp_path / place / "lab_pkg"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+        (package / "r.py").write_text(_body(f"return {value}"))
+    monkeypatch.chdir(tmp_path / "checkout")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])  # as installed
+    code = locate("lab_pkg.r:score")
+    assert code.file == str(tmp_path / "site" / "lab_pkg" / "r.py")
+    # A run that was made in the checkout, too, keeps its copy where another one is installed.
+    other = locate(code.name, recorded_file=str(tmp_path / "checkout" / "lab_pkg" / "r.py"))
+    assert other.digest != code.digest
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    for found in (code, other):
+        spec = RewardSpec(name=found.name, source=found.file, digest=found.digest)
+        expected = values[Path(found.file).parents[1].name]
+        assert score_samples(SAMPLES, LABELS, spec) == (expected,) * 3
 
 
 def test_a_reward_that_cannot_be_imported_says_why(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from engines.checkpoint.tiny_model import config_json
 from model_specs.errors import SpecError
 from model_specs.families.decoder import parameter_shapes
 from model_specs.model_spec import ModelSpec
+from model_specs.overrides import apply_overrides
 from model_specs.registry import (
     RECIPES,
     check_config,
@@ -137,6 +139,34 @@ def test_an_unknown_model_type_lists_the_known_ones(model_type: str | None) -> N
 def test_what_the_shared_ops_lack_gives_no_spec(config: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         spec_from_config(config, "folder")
+
+
+NOT_READ = {
+    "quantization_config": ({"quant_method": "fp8", "skip": ["x"]}, "quantised .*None, .* 'fp8'$"),
+    "compression_config": ({"format": "pack"}, r"quantised .*None, .* \['format'\]$"),
+    "vision_config": ({"model_type": "siglip", "depth": 3}, "multimodal.*None, .* 'siglip'$"),
+    "audio_config": ({"depth": 3}, r"multimodal.*None, .* \['depth'\]$"),
+    "num_nextn_predict_layers": (1, "multi-token prediction.*needs 0, config.json 1$"),
+    "mtp_num_hidden_layers": (2, "multi-token prediction.*needs 0, config.json 2$"),
+    "num_mtp_layers": (1, "multi-token prediction.*needs 0, config.json 1$"),
+    "num_mtp_modules": (3, "multi-token prediction.*needs 0, config.json 3$"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+@pytest.mark.parametrize("config", [config_json(QWEN2), SMOLLM2_CONFIG], ids=["qwen2", "llama"])
+def test_what_is_beside_a_plain_decoder_is_refused_by_name(
+    config: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    value, message = NOT_READ[name]
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(SpecError, match=rf"config\.json: not supported: {name} \({message}"):
+        apply_overrides(load_recipe("tiny_cpu"), (f"model.path={tmp_path}",))
+    model = spec_from_config(config, "folder")
+    with pytest.raises(SpecError, match=rf"{name} \("):  # where a spec names the model already
+        check_config(model, config | {name: value})
+    for none in (None, 0, {}):
+        assert spec_from_config(config | {name: none}, "folder") == model
 
 
 def test_shapes_follow_heads_bias_and_tie() -> None:

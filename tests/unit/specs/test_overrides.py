@@ -79,7 +79,7 @@ def test_an_unknown_key_lists_near_names() -> None:
     [
         ("plan.num_steps=many", r"plan\.num_steps='many'"),
         ("optimizer.lr=-1", r"optimizer\.lr=-1.*greater than 0"),
-        ("reduction.slots=3", r"reduction=.*power of two, not 3"),
+        ("reduction.slots=3", r"reduction: .*power of two, not 3"),
         ("reduction.kind=ring", "'tree', 'stock'"),
         ("trainer=megatronn", r"trainer='megatronn'"),
         ("sampling.top_p=0.9", "log-prob gate cannot hold"),
@@ -108,8 +108,14 @@ def test_a_slice_is_split_off_the_source_and_is_identity() -> None:
     assert trajectory_fingerprint(sliced) != trajectory_fingerprint(spec)
     whole = apply_overrides(spec, ("data.source=rows.jsonl",))
     assert trajectory_fingerprint(whole) == trajectory_fingerprint(spec)
-    with pytest.raises(SpecError, match=r"names rows 0:2, but data\.rows=0:3"):
-        apply_overrides(spec, ("data.rows=0:3", "data.source=rows.jsonl@[0:2]"))
+    again = apply_overrides(sliced, ("data.source=others.jsonl@[0:2]",))
+    assert (again.data.source, again.data.rows) == ("others.jsonl", "0:2")
+    assert apply_overrides(sliced, ("data.source=others.jsonl",)).data.rows == "-8:"
+    both = ("data.source=rows.jsonl@[0:2]", "data.rows=0:3")
+    for overrides in (both, both[::-1]):
+        with pytest.raises(SpecError, match=r"names rows 0:2, but data\.rows=0:3") as caught:
+            apply_overrides(sliced, overrides)
+        assert "prompts_per_step" not in str(caught.value)  # what matters, not the whole group
 
 
 def test_a_mapping_has_one_spelling() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.train import resumable
 from model_specs.errors import SpecError
 from model_specs.fingerprint import spec_differences, trajectory_fingerprint
 from model_specs.overrides import apply_overrides
@@ -105,6 +106,39 @@ def test_a_changed_reward_is_refused_where_its_digest_is_known(tmp_path: Path) -
     assert trajectory_fingerprint(again) != trajectory_fingerprint(spec)
 
 
+def test_a_reward_that_is_named_is_looked_up_anew_also_under_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, value in (("old", "1.0"), ("new", "0.5"), ("copy", "1.0")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "mine.py").write_text(SCORE.replace("1.0", value))
+    monkeypatch.chdir(tmp_path / "old")
+    old = apply_overrides(SPEC, ("reward=mine.py:score", "reward.high=2.0"))
+    monkeypatch.chdir(tmp_path / "new")
+    assert apply_overrides(old, ()).reward == old.reward
+    new = apply_overrides(old, ("reward=mine.py:score",))
+    assert new.reward.source == str(tmp_path / "new" / "mine.py")
+    assert new.reward.digest == locate("mine.py:score").digest != old.reward.digest
+    assert new.reward.high == 2.0
+    with pytest.raises(SpecError, match=r"keeps its trajectory, but .*reward\.digest: .* -> "):
+        resumable(old, ("reward=mine.py:score",))
+    monkeypatch.chdir(tmp_path / "copy")
+    moved = resumable(old, ("reward=mine.py:score",))
+    assert moved.reward == old.reward.model_copy(
+        update={"source": str(tmp_path / "copy" / "mine.py")}
+    )
+
+
+def test_what_is_set_beside_a_reward_counts_in_any_order(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCORE)
+    overrides = ("reward.high=2.0", 'reward.options={"a": 1}', f"reward={tmp_path}/mine.py:score")
+    spec = apply_overrides(SPEC, overrides)
+    assert (spec.reward.high, spec.reward.options) == (2.0, '{"a":1}')
+    assert spec == apply_overrides(SPEC, overrides[::-1])
+    with pytest.raises(SpecError, match="the spec was made with abc"):
+        apply_overrides(SPEC, ("reward.digest=abc", overrides[2]))
+
+
 def test_a_recorded_file_is_found_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +161,36 @@ def test_a_recorded_file_is_found_from_another_folder(
         check=True,
     )
     assert done.stdout == "1.0\n"
+
+
+def test_a_module_that_is_another_file_than_the_digested_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("site", "checkout"):
+        _package(tmp_path / place, "own_package_three")
+    name = "own_package_three.inner.rewards:score"
+    first, second = (
+        locate(name, recorded_file=f"{tmp_path}/{place}/own_package_three/inner/rewards.py")
+        for place in ("site", "checkout")
+    )
+    monkeypatch.syspath_prepend(tmp_path / "checkout")
+    assert load(first)("x", "y") == 1.0  # out of its own folder, whatever comes first on the path
+    with pytest.raises(SpecError) as caught:
+        load(second)  # this process has imported the other copy already
+    assert first.file in str(caught.value)
+    assert second.file in str(caught.value)
+
+
+def test_a_package_that_raised_is_not_left_half_imported(tmp_path: Path) -> None:
+    inner = _package(tmp_path, "own_package_four")
+    top = inner.parent / "__init__.py"
+    top.write_text("raise RuntimeError('not yet')\n")
+    (inner / "rewards.py").write_text("from own_package_four import LIMIT\n" + SCORE)
+    code = locate("own_package_four.inner.rewards:score", recorded_file=f"{inner}/rewards.py")
+    with pytest.raises(SpecError, match="raised RuntimeError: not yet"):
+        load(code)
+    top.write_text("LIMIT = 1\n")
+    assert load(code)("x", "y") == 1.0
 
 
 def test_an_own_recipe_is_a_file_or_a_module_and_labels_its_spec(
