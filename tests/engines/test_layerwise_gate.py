@@ -228,6 +228,8 @@ def rollout(
     engine = "engines.rollout.vllm_engine:VllmEngine"
     started_engine = handle.actor.create.remote(engine, str(folder / "hf"), spec.model_dump_json())
     gather([started_engine], what="start", timeout_s=500)
+    (facts,) = gather([handle.call("environment")], what="environment")
+    assert facts["vllm_config"]["load_format"] == "dummy"
     yield Rollout(spec=spec, folder=folder, handle=handle)
     cluster.stop(handle)
 

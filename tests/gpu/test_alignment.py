@@ -158,6 +158,7 @@ def test_the_engine_runs_graphs_and_the_shared_attention(engines: Engines):
     facts = engines.rollout.environment()["rollout-0"]
     assert facts["vllm_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
     assert facts["vllm_config"]["attention"] == ["SharedAttentionImpl"]
+    assert facts["vllm_config"]["load_format"] == "dummy"
     assert facts["vllm_config"]["prefix_caching"] is True
     assert len(facts["shared_ops"]) == 10
 
