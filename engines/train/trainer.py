@@ -179,13 +179,11 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
         return self.spec.numerics.policy == "aligned"
 
     def _resident_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor that lies on the device between two calls, plain."""
+        """Yield every tensor that lies on the device between two calls, plain (no reference)."""
         for shards in (self._shards, self._state.moments()):
             yield from (shard.local for shard in shards.values())
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             yield tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-        if self._reference is not None:
-            yield from self._reference.rows()
 
     def _storage(self) -> Storage:
         """How the tensors of a checkpoint are written and read."""
