@@ -204,7 +204,10 @@ def _required(opened: LegSession, name: str, record: GateRecord) -> bool:
 
 
 def _layerwise(opened: LegSession, requests: Sequence[SampleRequest]) -> GateRecord:
-    """Compare every layer over one sample a prompt; what was recorded is kept only when red."""
+    """Compare every layer over one sample a prompt; what was recorded is kept only when red.
+
+    The summary names that subset: of the other samples nothing is said here.
+    """
     trainer, rollout, _ = opened.engines()
     folder = opened.folder / "layers"
     shutil.rmtree(folder, ignore_errors=True)
@@ -214,15 +217,15 @@ def _layerwise(opened: LegSession, requests: Sequence[SampleRequest]) -> GateRec
         what="hidden states of the rollout",
     )
     trainer.layer_states(_as_train_samples(samples), folder=folder)
-    lengths = {sample.request_id: len(sample.prompt_token_ids) for sample in samples}
-    result = compare_layers(folder, lengths)
+    lengths = {request.request_id: len(request.prompt_token_ids) for request in firsts}
+    result = compare_layers(folder, lengths, num_layers=opened.spec.model.num_layers)
     if result.verdict.is_green:
         shutil.rmtree(folder)
     return GateRecord(
         verdict=result.verdict,
         holds=result.verdict.is_green,
         weight=result.verdict,
-        summary=result.reason,
+        summary=f"the first sample of each of {len(firsts)} prompts: {result.reason}",
         figures=result.to_dict(),
     )
 

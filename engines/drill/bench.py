@@ -283,7 +283,11 @@ class Bench:
         )
         scored = [TrainSample.of(sample) for sample in samples]
         self.trainer.layer_states(scored, folder=folder)
-        result = compare_layers(folder, {s.request_id: len(s.prompt_token_ids) for s in samples})
+        result = compare_layers(
+            folder,
+            {request.request_id: len(request.prompt_token_ids) for request in requests},
+            num_layers=self.spec.model.num_layers,
+        )
         if result.verdict.is_green:
             return []
         layer = None if result.first is None else f"layer {result.first.layer}"

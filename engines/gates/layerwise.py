@@ -2,7 +2,8 @@
 
 The log-prob gate sees a layer only through the head. Here both engines write the output of every
 decoder layer at every position of some requests, and all elements are compared. Invariants: both
-sides must have exactly the same requests, layers and positions, from the first prompt token on
+sides must have exactly the requests that were asked for, every layer of the model and the same
+positions, from the first prompt token on
 (prefill) to the last token that was fed back (decode); an element that is not finite is never
 equal; the first difference is named by the earliest layer, then request, position and channel.
 
@@ -10,7 +11,11 @@ Recording runs in the engines' processes and goes through a folder; the comparis
 
     samples = engine.layer_states(requests, folder)     # <folder>/rollout.safetensors
     trainer.layer_states(samples, folder)               # <folder>/trainer.safetensors
-    result = compare_layers(folder, {s.request_id: len(s.prompt_token_ids) for s in samples})
+    result = compare_layers(
+        folder,
+        {r.request_id: len(r.prompt_token_ids) for r in requests},
+        num_layers=spec.model.num_layers,
+    )
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 ROLLOUT_FILE, TRAINER_FILE = "rollout.safetensors", "trainer.safetensors"
+MORE = "states, but was not asked for it"
 
 Bits = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -63,6 +69,7 @@ class LayerwiseResult:
 
     verdict: Verdict
     reason: str
+    num_requests: int
     num_layers: int
     num_prefill_positions: int
     num_decode_positions: int
@@ -81,43 +88,52 @@ class LayerwiseResult:
         return values
 
 
-def compare_layers(folder: str | Path, prompt_lengths: Mapping[str, int]) -> LayerwiseResult:
+def compare_layers(
+    folder: str | Path, prompt_lengths: Mapping[str, int], *, num_layers: int
+) -> LayerwiseResult:
     """Compare what both engines wrote into `folder`.
 
     Args:
         folder: Holds both files, request id -> `[layers, positions, hidden]`.
-        prompt_lengths: Request id -> number of prompt tokens, of every request that was drawn.
+        prompt_lengths: Request id -> number of prompt tokens, of every request that was asked for.
+        num_layers: Decoder layers of the model; both sides must have recorded all of them.
     """
     rollout = read_states(Path(folder) / ROLLOUT_FILE)
     trainer = read_states(Path(folder) / TRAINER_FILE)
     faults = [
-        f"{name}: {where} has no states"
-        for name in prompt_lengths
+        f"{name}: {where} has {'no states' if name in prompt_lengths else MORE}"
         for where, states in (("rollout", rollout), ("trainer", trainer))
-        if name not in states
+        for name in sorted(prompt_lengths.keys() ^ states.keys())
     ]
+    common = [name for name in prompt_lengths if name in rollout and name in trainer]
     faults += [
         f"{name}: rollout has {rollout[name].dtype} {rollout[name].shape} [layers, positions, "
         f"hidden], trainer {trainer[name].dtype} {trainer[name].shape}"
-        for name in prompt_lengths
-        if name in rollout
-        and name in trainer
-        and (rollout[name].shape, rollout[name].dtype) != (trainer[name].shape, trainer[name].dtype)
+        for name in common
+        if (rollout[name].shape, rollout[name].dtype) != (trainer[name].shape, trainer[name].dtype)
+    ]
+    faults += [
+        f"{name}: rollout recorded {len(rollout[name])} layers and trainer {len(trainer[name])}, "
+        f"but the model has {num_layers}"
+        for name in common
+        if {len(rollout[name]), len(trainer[name])} != {num_layers}
     ]
     if faults:
         return _result(Verdict.MISALIGNED, "; ".join(faults))
-    return _compare(rollout, trainer, prompt_lengths)
+    return _compare(rollout, trainer, prompt_lengths, num_layers)
 
 
 def _compare(
-    rollout: Mapping[str, Bits], trainer: Mapping[str, Bits], prompt_lengths: Mapping[str, int]
+    rollout: Mapping[str, Bits],
+    trainer: Mapping[str, Bits],
+    prompt_lengths: Mapping[str, int],
+    num_layers: int,
 ) -> LayerwiseResult:
-    prefill = decode = elements = exact = layers = 0
+    prefill = decode = elements = exact = 0
     differing: set[int] = set()
     first: LayerDifference | None = None
     for name, prompt in prompt_lengths.items():
         ours, theirs = rollout[name], trainer[name]
-        layers = ours.shape[0]
         prefill += min(prompt, ours.shape[1])
         decode += max(0, ours.shape[1] - prompt)
         same = (ours == theirs) & _finite(ours)
@@ -137,7 +153,8 @@ def _compare(
                 trainer=_value(theirs[layer, position, channel]),
             )
     counts = {
-        "num_layers": layers,
+        "num_requests": len(prompt_lengths),
+        "num_layers": num_layers,
         "num_prefill_positions": prefill,
         "num_decode_positions": decode,
         "num_elements": elements,
@@ -153,12 +170,16 @@ def _compare(
             f"{prefill} prefill and {decode} decode positions were compared; both are needed",
             **counts,
         )
-    reason = f"{elements} elements of {layers} layers equal, {prefill} prefill and {decode} decode"
-    return _result(Verdict.ALIGNED, f"{reason} positions", **counts)
+    reason = (
+        f"{elements} elements of {num_layers} layers equal, {prefill} prefill and {decode} decode "
+        f"positions of {len(prompt_lengths)} requests"
+    )
+    return _result(Verdict.ALIGNED, reason, **counts)
 
 
 def _result(verdict: Verdict, reason: str, **counts: Any) -> LayerwiseResult:
     empty: dict[str, Any] = {
+        "num_requests": 0,
         "num_layers": 0,
         "num_prefill_positions": 0,
         "num_decode_positions": 0,

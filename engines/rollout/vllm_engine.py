@@ -36,7 +36,7 @@ from engines.rollout.sampling import (
     to_sample,
 )
 from engines.rollout.sleep import Sleeps
-from engines.rollout.vllm_options import start_options
+from engines.rollout.vllm_options import engine_options
 from engines.weights.names import expected_shapes, facts_of, tied_aliases
 from model_specs.errors import EngineError, UnsupportedError
 from model_specs.run_spec import EvalSampling, RunSpec
@@ -110,7 +110,11 @@ class VllmEngine(ReceivesWeights, Sleeps):
         weight_transfer.register_backend()
         if self._on_cpu:  # on CUDA it would fill every new tensor, inside the graphs too
             torch.use_deterministic_algorithms(True, warn_only=True)
-        self._llm = self._start(load_format or ("auto" if policy == "native" else "dummy"))
+        self._llm = LLM(
+            model=model_dir,
+            weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
+            **engine_options(self._spec, policy=policy, dtype=self._dtype, load_format=load_format),
+        )
         self._stop_token_ids = end_of_sequence_ids(model_dir, self._llm.get_tokenizer())
         self._version: str | None = LOADED_VERSION if policy == "native" else None
         self.cached_tokens: dict[str, int] = {}
@@ -312,6 +316,7 @@ class VllmEngine(ReceivesWeights, Sleeps):
             type(layer.impl).__name__ for layer in layers.values() if hasattr(layer, "impl")
         }
         return {
+            "load_format": str(config.load_config.load_format),
             "prefix_caching": config.cache_config.enable_prefix_caching,
             "page_size": config.cache_config.block_size,
             "kv_cache_bytes": config.cache_config.kv_cache_memory_bytes,
@@ -346,32 +351,6 @@ class VllmEngine(ReceivesWeights, Sleeps):
                 f"decide bits and are read before torch loads (policy {self._policy}, "
                 f"{NUMERICS_VARIABLE})"
             )
-
-    # Start.
-
-    def _start(self, load_format: str) -> LLM:
-        spec = self._spec
-        lengths = [spec.data.max_prompt_tokens + spec.sampling.max_new_tokens]
-        for chosen in spec.plan.evals:
-            prompt_tokens = chosen.max_prompt_tokens or spec.data.max_prompt_tokens
-            lengths.append(prompt_tokens + chosen.sampling.max_new_tokens)
-        length = min(max(lengths), spec.model.max_position_embeddings)
-        return LLM(
-            model=self._model_dir,
-            dtype=self._dtype,
-            load_format=load_format,
-            # The folder's generation_config.json must not change sampling behind the spec's back.
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=True,
-            max_model_len=length,
-            max_num_seqs=spec.execution.max_num_seqs,
-            kv_cache_memory_bytes=spec.execution.kv_cache_mib * 2**20,
-            weight_transfer_config=WeightTransferConfig(backend=weight_transfer.BACKEND),
-            seed=0,
-            disable_log_stats=True,
-            **start_options(spec, policy=self._policy, max_model_len=length),
-        )
 
     def _check_room(self, request: SampleRequest, max_new_tokens: int) -> None:
         needed = len(request.prompt_token_ids) + max_new_tokens

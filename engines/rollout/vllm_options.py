@@ -1,6 +1,6 @@
 """How vLLM is started on each device; every setting here is read back by `VllmEngine.environment`.
 
-LLM(model=folder, **start_options(spec, policy="aligned", max_model_len=448))
+LLM(model=folder, **engine_options(spec, policy="aligned", dtype="bfloat16"))
 """
 
 from __future__ import annotations
@@ -17,6 +17,39 @@ CPU_BATCHED_TOKENS = 2048
 """Tokens of one forward; at least a whole sequence, since prompts are never split."""
 CUDA_BATCHED_TOKENS = 8192
 """Tokens of one forward; a prompt may be split, and no bit shows it."""
+
+
+def engine_options(
+    spec: RunSpec, *, policy: Policy, dtype: str, load_format: str | None = None
+) -> dict[str, Any]:
+    """Return the keyword arguments of `vllm.LLM` but for the model and how weights come.
+
+    Args:
+        spec: Of the run.
+        policy: Of this engine.
+        dtype: Dtype of weights and activations.
+        load_format: vLLM's own; None takes `auto` for native, and `dummy` for the others, whose
+            weights are pushed.
+    """
+    lengths = [spec.data.max_prompt_tokens + spec.sampling.max_new_tokens]
+    for chosen in spec.plan.evals:
+        prompt_tokens = chosen.max_prompt_tokens or spec.data.max_prompt_tokens
+        lengths.append(prompt_tokens + chosen.sampling.max_new_tokens)
+    length = min(max(lengths), spec.model.max_position_embeddings)
+    return {
+        "dtype": dtype,
+        "load_format": load_format or ("auto" if policy == "native" else "dummy"),
+        # The folder's generation_config.json must not change sampling behind the spec's back.
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "max_model_len": length,
+        "max_num_seqs": spec.execution.max_num_seqs,
+        "kv_cache_memory_bytes": spec.execution.kv_cache_mib * 2**20,
+        "seed": 0,
+        "disable_log_stats": True,
+        **start_options(spec, policy=policy, max_model_len=length),
+    }
 
 
 def start_options(spec: RunSpec, *, policy: Policy, max_model_len: int) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """A sleeping trainer: its tensors lie on the host, and their memory on the device is free.
 
-Masters, moments, the model's own parameters and buffers and a reference's rows are moved storage by
-storage: each storage is copied to the host, shrunk to nothing and, on waking, grown and filled
-again. Tensors, views and everything that refers to them stay the same objects. Invariant: after
-waking every byte is what it was; asleep, no storage of them has any.
+Masters, moments and the model's own parameters and buffers are moved storage by storage: each
+storage is copied to the host, shrunk to nothing and, on waking, grown and filled again. Tensors,
+views and everything that refers to them stay the same objects. A reference's rows lie on the host
+anyway (`engines.train.reference`) and stay. Invariant: after waking every byte is what it was;
+asleep, no storage of what is moved has any.
 
     resident = Resident(lambda: [*masters, *moments])
     resident.sleep()

@@ -153,6 +153,10 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
         """Return logical name -> this rank's float32 rows of the summed gradient; start afresh."""
 
     @abstractmethod
+    def _forget_gradients(self) -> None:
+        """Drop whatever a failed update has left behind; no collective, since one rank may fail."""
+
+    @abstractmethod
     def wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor in the wire dtype), plain and independent of the masters."""
 
@@ -175,13 +179,11 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
         return self.spec.numerics.policy == "aligned"
 
     def _resident_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor that lies on the device between two calls, plain."""
+        """Yield every tensor that lies on the device between two calls, plain (no reference)."""
         for shards in (self._shards, self._state.moments()):
             yield from (shard.local for shard in shards.values())
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             yield tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-        if self._reference is not None:
-            yield from self._reference.rows()
 
     def _storage(self) -> Storage:
         """How the tensors of a checkpoint are written and read."""
@@ -317,10 +319,15 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
             max_rows=self.spec.trainer_options.max_tokens_per_rank,
         )
         mine: list[SampleFigures] = []
-        for parts in slots[self._rank :: self._world_size]:
-            mine += self._run_slot([[samples[index] for index in part] for part in parts], totals)
-            self._take_slot_gradient()
-        summed = self._take_update_gradient()
+        try:
+            for parts in slots[self._rank :: self._world_size]:
+                parted = [[samples[index] for index in part] for part in parts]
+                mine += self._run_slot(parted, totals)
+                self._take_slot_gradient()
+            summed = self._take_update_gradient()
+        except BaseException:
+            self._forget_gradients()  # the next update would add them to its own
+            raise
         by_id = {figure.request_id: figure for part in all_objects(mine) for figure in part}
         gradients = {name: shard.like(summed[name]) for name, shard in self._shards.items()}
         return gradients, [by_id[sample.request_id] for sample in samples]

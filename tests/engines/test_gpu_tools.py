@@ -42,15 +42,28 @@ def test_two_gpus_on_cpu(tmp_path: Path) -> None:
     assert apart["trainer and engine apart, leg a"]["gate"]["max_abs_diff"] == 0.0
     assert found["engines"]["as one rank and one engine"]["verdict"] == "Identical"
     ranks = {name: row for name, row in found["ranks"].items() if name != "ended"}
-    assert len(ranks) == 10
+    assert len(ranks) == 14
     for name, row in ranks.items():
         if "stock" not in name:
             assert row["as the reference"] == "identical", name
-    one, two = (ranks[f"fsdp2, 2 ranks, stock reduction, run {turn}"] for turn in (1, 2))
-    assert one["norms"] == two["norms"]
+    for trainer in ("fsdp2", "megatron"):
+        stock = f"{trainer}, 2 ranks, stock reduction, run"
+        assert ranks[f"{stock} 1"]["norms"] == ranks[f"{stock} 2"]["norms"]
+        assert ranks[f"{stock} 1 against run 2"] == {"first difference": "none"}
     for algorithm in ("Ring", "Tree"):
-        assert found["launches"][f"{algorithm}, 2 launches"]["different outcomes"] == 1
+        row = found["launches"][f"{algorithm}, 2 launches"]
+        assert (row["ranks"], row["different outcomes"], row["nccl chose"]) == (2, 1, [])
+        assert row["variables"]["NCCL_ALGO"] == algorithm
+        assert row["variables"]["NCCL_NVLS_ENABLE"] == "0"
+        assert row["variables"]["NCCL_DEBUG"] == "INFO"
     assert found["launches"]["trainer's variables, from inside"]["variables"]["NCCL_ALGO"] == "Ring"
+    for part in ("reference", "separate"):
+        roles = found[part]["variables of both roles"]
+        assert roles["trainer"] == {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
+        assert roles["rollout"] == {}, "an engine on CPU has no use for NCCL"
+        facts = found[part]["environment"]
+        assert facts["trainer"]["variables"]["NCCL_ALGO"] == "Ring"
+        assert facts["rollout"]["rollout-0"]["vllm_config"]["load_format"] == "dummy"
     assert found["float64"]["float32 on 2 ranks against float64"]["holds"]
 
 

@@ -44,6 +44,8 @@ SHORT_SET = ((QWEN2, "bfloat16"), (QWEN3_MOE, "float32"))
 """What `make test` runs of all families and dtypes."""
 PROMPTS = {"1/train-0/0": 3, "1/train-1/0": 40, "1/train-2/0": 70}
 """Request id -> prompt tokens: below, across and beyond a tile of 64 positions."""
+NUM_LAYERS = 3
+"""Of the states that no engine recorded."""
 
 
 # The comparison by itself.
@@ -52,7 +54,7 @@ PROMPTS = {"1/train-0/0": 3, "1/train-1/0": 40, "1/train-2/0": 70}
 def states(dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(3, prompt + 2, 8, generator=generator).to(dtype)
+        name: torch.randn(NUM_LAYERS, prompt + 2, 8, generator=generator).to(dtype)
         for name, prompt in PROMPTS.items()
     }
 
@@ -62,7 +64,7 @@ def compared(
 ) -> LayerwiseResult:
     write_states(folder / ROLLOUT_FILE, rollout)
     write_states(folder / TRAINER_FILE, trainer)
-    return compare_layers(folder, PROMPTS)
+    return compare_layers(folder, PROMPTS, num_layers=NUM_LAYERS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -73,6 +75,10 @@ def test_equal_states_are_aligned_and_every_element_is_counted(
     assert result.verdict is Verdict.ALIGNED
     assert result.num_elements == result.num_exact == 3 * 8 * (3 + 40 + 70 + 6)
     assert (result.num_prefill_positions, result.num_decode_positions) == (113, 6)
+    assert (result.num_requests, result.num_layers) == (3, 3)
+    assert result.reason.endswith(
+        "of 3 layers equal, 113 prefill and 6 decode positions of 3 requests"
+    )
     assert result.differing_layers == ()
     json.dumps(result.to_dict())
 
@@ -127,6 +133,32 @@ def test_missing_requests_positions_and_layers_are_misaligned_by_name(tmp_path: 
     assert compared(tmp_path, whole, fewer).verdict is Verdict.MISALIGNED
 
 
+@pytest.mark.parametrize("num_skipped", [1, 3])
+def test_a_layer_that_both_sides_skip_is_misaligned_with_the_numbers_of_both(
+    num_skipped: int, tmp_path: Path
+) -> None:
+    """In one request, which is not the last, or in all."""
+    fewer = states(torch.float32)
+    for name in [*PROMPTS][:num_skipped]:
+        fewer[name] = fewer[name][1:]
+    result = compared(tmp_path, fewer, dict(fewer))
+    assert result.verdict is Verdict.MISALIGNED
+    fault = "1/train-0/0: rollout recorded 2 layers and trainer 2, but the model has 3"
+    assert result.reason.startswith(fault)
+    assert result.reason.count("recorded") == num_skipped
+
+
+def test_states_of_a_request_that_was_not_asked_for_are_misaligned(tmp_path: Path) -> None:
+    whole = states(torch.float32)
+    more = whole | {"1/train-9/0": whole["1/train-0/0"].clone()}
+    result = compared(tmp_path, more, whole)
+    assert result.verdict is Verdict.MISALIGNED
+    assert result.reason == "1/train-9/0: rollout has states, but was not asked for it"
+    both = compared(tmp_path, more, more)
+    assert both.verdict is Verdict.MISALIGNED
+    assert both.reason.count("was not asked for it") == 2
+
+
 def test_without_decoded_positions_it_is_vacuous(tmp_path: Path) -> None:
     only_prompts = {name: t[:, : PROMPTS[name]] for name, t in states(torch.float32).items()}
     result = compared(tmp_path, only_prompts, dict(only_prompts))
@@ -137,7 +169,7 @@ def test_without_decoded_positions_it_is_vacuous(tmp_path: Path) -> None:
 def test_a_file_that_was_not_written_is_an_error(tmp_path: Path) -> None:
     write_states(tmp_path / ROLLOUT_FILE, states(torch.float32))
     with pytest.raises(EngineError, match=r"trainer\.safetensors is missing"):
-        compare_layers(tmp_path, PROMPTS)
+        compare_layers(tmp_path, PROMPTS, num_layers=NUM_LAYERS)
 
 
 # Real engines.
@@ -192,7 +224,7 @@ class Rollout:
             alone |= trainer.scores()
         single = compare_logprobs(0, samples, alone)
         assert packed.aligned == single.aligned
-        result = compare_layers(folder, {s.request_id: len(s.prompt_token_ids) for s in drawn})
+        result = compare_layers(folder, PROMPTS, num_layers=self.spec.model.num_layers)
         assert packed.aligned == (result.verdict is Verdict.ALIGNED), packed
         return result
 
@@ -228,6 +260,8 @@ def rollout(
     engine = "engines.rollout.vllm_engine:VllmEngine"
     started_engine = handle.actor.create.remote(engine, str(folder / "hf"), spec.model_dump_json())
     gather([started_engine], what="start", timeout_s=500)
+    (facts,) = gather([handle.call("environment")], what="environment")
+    assert facts["vllm_config"]["load_format"] == "dummy"
     yield Rollout(spec=spec, folder=folder, handle=handle)
     cluster.stop(handle)
 

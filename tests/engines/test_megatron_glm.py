@@ -1,12 +1,15 @@
 """GLM-MoE-DSA converted to Megatron and back: bitwise, and the same model on both sides.
 
 Megatron asks for CUDA in places where this family's modules are built and run; what stands in for
-it here is put in by the test alone, and only where there is no CUDA.
+it here is put in by the test alone, and only where there is none; elsewhere both models lie there.
+Everywhere two modules are plain ones of float32: Megatron's Hadamard rotation takes bfloat16 alone
+and needs a package that is no dependency here, its duplicated linear is Transformer Engine's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +82,21 @@ class CudaOnCpu(TorchFunctionMode):
         return args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def cuda_or_stand_in() -> AbstractContextManager[Any]:
+    return nullcontext() if torch.cuda.is_available() else CudaOnCpu()
+
+
+def plain_rotation(x: torch.Tensor) -> torch.Tensor:
+    """Megatron's Hadamard rotation, of rows whose length is a power of two, in any dtype."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < x.shape[-1]:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return x @ matrix.to(x) * x.shape[-1] ** -0.5
+
+
 class PlainLinear(torch.nn.Module):
     """A matrix that every rank holds, as Transformer Engine's duplicated linear is."""
 
@@ -97,8 +115,7 @@ def _megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
             patch.setattr(latent_attention, "HAVE_TE", False)
             patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
-        # A rotation of both sides of a product: it leaves the scores as they are.
-        patch.setattr(dsa, "rotate_activation", lambda x: x)
+        patch.setattr(dsa, "rotate_activation", plain_rotation)
         with megatron_groups(tmp_path_factory.mktemp("join")):
             initialize_rng_tracker(inference_rng_tracker=True)
             yield
@@ -166,15 +183,16 @@ def megatron_model() -> GPTModel:
     core = ModuleSpec(module=dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer=indexer))
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = core
-    with CudaOnCpu():
-        return GPTModel(
+    with cuda_or_stand_in():
+        model = GPTModel(
             config,
             spec,
             vocab_size=250,
             max_sequence_length=128,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
-        ).eval()
+        )
+    return model.to(DEVICE).eval()
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +201,8 @@ def models() -> SimpleNamespace:
     torch.manual_seed(3)
     stock = AutoModelForCausalLM.from_config(
         CONFIG, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    )
+    stock = stock.to(DEVICE).eval()
     state = dict(unstacked_experts(stock.state_dict()))
     with torch.no_grad():
         for name, tensor in state.items():
@@ -225,12 +244,12 @@ def test_the_converted_model_has_the_logits_of_stock_transformers(
     for layer in models.own.decoder.layers:
         layer.self_attention.core_attention.indexer.index_topk = topk
     converted = hf_to_glm(models.state, SIZES, models.shapes)
-    ids = torch.randint(1, 250, (2, 40), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(1, 250, (2, 40), generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
     def difference(state: dict[str, torch.Tensor]) -> float:
         models.own.load_state_dict(state, strict=False)
-        positions = torch.arange(40)[None].expand(2, -1)
-        with torch.no_grad(), CudaOnCpu():
+        positions = torch.arange(40, device=DEVICE)[None].expand(2, -1)
+        with torch.no_grad(), cuda_or_stand_in():
             found = models.own(ids, positions, None)
             wanted = models.stock(ids).logits
         return float((found - wanted).abs().max() / wanted.abs().max())
@@ -241,6 +260,26 @@ def test_the_converted_model_has_the_logits_of_stock_transformers(
     unmoved = models.state["model.layers.0.self_attn.indexer.wq_b.weight"]
     if topk == 8:
         assert difference({**converted, name: unmoved}) > 1e-3
+
+
+def test_rotary_frequencies_of_every_layer_have_the_bytes_of_stock_transformers(
+    models: SimpleNamespace,
+) -> None:
+    stock = models.stock.model.rotary_emb.inv_freq.cpu()
+    assert stock.shape == (SIZES.rope_dim // 2,)
+    found = [
+        layer.self_attention.rotary_pos_emb.inv_freq.cpu() for layer in models.own.decoder.layers
+    ]
+    assert len(found) == 3
+    for frequencies in found:
+        assert frequencies.dtype == stock.dtype == torch.float32
+        assert torch.equal(frequencies.view(torch.int32), stock.view(torch.int32))
+
+
+def test_without_cuda_alone_something_stands_in_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for available, kind in ((False, CudaOnCpu), (True, nullcontext)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert type(cuda_or_stand_in()) is kind
 
 
 def test_names_without_a_place_are_refused(models: SimpleNamespace) -> None:

@@ -36,7 +36,7 @@ QWEN2 = ModelSpec(
     intermediate_size=88,
     num_attention_heads=6,
     num_key_value_heads=2,
-    head_dim=10,
+    head_dim=12,
     vocab_size=101,
     max_position_embeddings=64,
     rope_theta=1e6,
@@ -45,7 +45,7 @@ QWEN2 = ModelSpec(
     qkv_bias=True,
     dtype="bfloat16",
 )
-"""No size is a power of two and no matrix is square."""
+"""In no spec here is a matrix square, so that a transposed one cannot be taken for another."""
 LLAMA = QWEN2.model_copy(
     update={
         "family": "llama",
@@ -87,6 +87,12 @@ def megatron_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in model.named_parameters()}
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
+def test_no_matrix_is_square_in_either_layout(spec: ModelSpec) -> None:
+    for shapes in (parameter_shapes(spec), megatron_shapes(spec)):
+        assert not [n for n, shape in shapes.items() if len(shape) > 1 and len(set(shape)) == 1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
 def test_conversion_there_and_back_is_bitwise_the_identity(
@@ -126,6 +132,10 @@ def test_fused_rows_are_where_stock_transformers_and_megatron_say(spec: ModelSpe
     q, k, v = mixed.view(5, groups, -1).split([queries, width, width], dim=2)
     for ours, projection in ((q, "q_proj"), (k, "k_proj"), (v, "v_proj")):
         torch.testing.assert_close(ours.reshape(5, -1), getattr(attention, projection)(hidden))
+    output = fused["decoder.layers.1.self_attention.linear_proj.weight"]
+    assert output.shape == (spec.hidden_size, spec.num_attention_heads * width)
+    heads = torch.randn(5, spec.num_attention_heads * width)
+    torch.testing.assert_close(heads @ output.T, attention.o_proj(heads))
     gate, up = (hidden @ fused["decoder.layers.1.mlp.linear_fc1.weight"].T).chunk(2, dim=1)
     torch.testing.assert_close(gate, hf.model.layers[1].mlp.gate_proj(hidden))
     torch.testing.assert_close(up, hf.model.layers[1].mlp.up_proj(hidden))

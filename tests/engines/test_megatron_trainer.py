@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import csv
+import functools
 import hashlib
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import megatron.core.transformer.multi_latent_attention as latent_attention
 import psutil
 import pytest
 import torch
@@ -23,6 +26,8 @@ from engines.train.trainer import GrpoTrainer
 from model_specs.errors import CheckpointError, EngineError
 from model_specs.model_spec import ModelSpec
 from model_specs.run_spec import RunSpec
+from tests.engines.loaded_code import differing, fresh, loaded
+from tests.engines.rank_program import ROOT
 from tests.engines.trainer_cases import (
     DTYPES,
     LLAMA,
@@ -224,7 +229,8 @@ def test_no_file_or_function_of_megatron_is_patched_and_nothing_stands_in_for_cu
         trainer.score(samples)
         trainer.update(samples, step=1, update=0)
         trainer.save(str(tmp_path / "step-000001"), chain_digest="c" * 32, attempt=1)
-    assert replaced_in_memory("megatron") == []
+    assert unlike_a_fresh_import("megatron") == []
+    assert len(loaded("megatron")) > 2000
     assert replaced_in_memory("torch") == []  # so nothing of ours can be active under CUDA
     changed, checked = changed_files(importlib.metadata.distribution("megatron-core"))
     assert changed == []
@@ -248,31 +254,49 @@ def test_a_patched_file_and_a_patched_function_are_found(
     (tmp_path / "patched.py").write_text("value = 2\n")
     assert changed_files(installed) == (["patched.py"], 2)
     monkeypatch.setattr(GPTModel, "sharded_state_dict", layers.SwiGlu.forward)
+    monkeypatch.setattr(GPTModel, "forward", wrapping(GPTModel.forward))
     monkeypatch.setattr(gpt_model, "has_config_logger_enabled", layers.residual_add)
+    monkeypatch.setattr(latent_attention, "HAVE_TE", not latent_attention.HAVE_TE)
     monkeypatch.setattr(torch.cuda, "current_device", layers.slot_params)
-    assert replaced_in_memory("torch") == ["torch.cuda.current_device"]
-    assert set(replaced_in_memory("megatron")) == {
+    monkeypatch.setattr(torch.cuda, "synchronize", wrapping(torch.cuda.synchronize))
+    assert set(replaced_in_memory("torch")) == {
+        "torch.cuda.current_device",
+        "torch.cuda.synchronize",
+    }
+    assert set(unlike_a_fresh_import("megatron")) == {
         f"{gpt_model.__name__}.has_config_logger_enabled",
+        f"{gpt_model.__name__}.GPTModel.forward",
         f"{gpt_model.__name__}.GPTModel.sharded_state_dict",
+        f"{latent_attention.__name__}.HAVE_TE",
     }
 
 
+def wrapping(honest: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that says it is of the module of what it wraps."""
+
+    @functools.wraps(honest)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return honest(*args, **kwargs)
+
+    assert wrapper.__module__ == honest.__module__
+    return wrapper
+
+
 def replaced_in_memory(package: str) -> list[str]:
-    """Functions of ours under a name of this package's modules and classes."""
-    found = []
-    for name, module in sorted(sys.modules.items()):
-        if name.split(".")[0] != package or module is None:
-            continue
-        for attribute, value in list(vars(module).items()):
-            if is_ours(value):
-                found.append(f"{name}.{attribute}")
-            if isinstance(value, type) and value.__module__ == name:
-                found += [f"{name}.{attribute}.{n}" for n, v in vars(value).items() if is_ours(v)]
-    return found
+    """Names of this package's modules and classes that are, or wrap, a function of ours."""
+    ours = tuple(f"{ROOT / folder}/" for folder in ("engines", "model_specs", "tests"))
+    return [
+        name
+        for name, codes in loaded(package).items()
+        if any(code.startswith(ours) for code in codes)
+    ]
 
 
-def is_ours(value: object) -> bool:
-    return (getattr(value, "__module__", None) or "").split(".")[0] == "engines"
+def unlike_a_fresh_import(package: str) -> list[str]:
+    """Names that stand for other code or another constant than in a process without ours."""
+    here = loaded(package)
+    names = [name for name in sys.modules if name.split(".")[0] == package]
+    return differing(here, fresh(names))
 
 
 def changed_files(distribution: importlib.metadata.Distribution) -> tuple[list[str], int]:

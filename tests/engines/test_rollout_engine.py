@@ -375,6 +375,7 @@ def test_the_environment_is_what_the_process_really_has(small: Rollout) -> None:
         "TopKTopPSampler.forward_cpu",
     }
     assert settings["attention"] == ["SharedAttentionImpl"]
+    assert settings["load_format"] == "dummy"
     assert settings["prefix_caching"] is True
     assert settings["eager"] is True
     assert settings["chunked_prefill"] is False
@@ -406,7 +407,9 @@ def test_our_ops_are_near_stock_transformers_in_float32(small: Rollout) -> None:
 def test_native_ops_turn_gate_and_preflight_red(native: Rollout) -> None:
     result = native.ask("preflight")
     assert result["verdict"] == "Misaligned", result["reason"]
-    assert native.ask("environment")["shared_ops"] == []
+    facts = native.ask("environment")
+    assert facts["shared_ops"] == []
+    assert facts["vllm_config"]["load_format"] == "auto"
     samples = native.generate(_requests(16))
     control = judge_native(samples, _trainer(native, native.weights)(samples))
     assert control.holds, control.reason

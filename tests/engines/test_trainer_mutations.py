@@ -34,6 +34,7 @@ from tests.engines.trainer_cases import QWEN2, started, write_model
 
 FLOAT64_TEST = test_trainers_float64.test_float32_gradient_is_within_the_bounds_of_float64
 REFERENCE_TEST = test_trainers.test_reference_leaves_no_trace_also_when_scoring_fails
+REFERENCE_SCORES_TEST = test_trainers_float64.test_reference_scores_are_float64s_of_initial_weights
 DECAY_TEST = test_trainers.test_only_matrices_are_decayed
 SENT_TEST = test_trainers.test_what_is_sent_is_the_cast_weights_as_plain_tensors
 
@@ -59,6 +60,7 @@ def test_without_a_mutation_the_tests_pass(
     """The control: they fail below for no other reason than the mutation."""
     FLOAT64_TEST(test_trainers_float64.CASES[0], QWEN2, trainer, {"qwen2": folder}, tmp_path)
     REFERENCE_TEST(start)
+    REFERENCE_SCORES_TEST(trainer, {"qwen2": folder}, tmp_path)
     DECAY_TEST(start)
     SENT_TEST("bfloat16", start, monkeypatch, tmp_path)
 
@@ -97,6 +99,18 @@ def test_a_lost_switch_back_to_the_actor_is_found(
     monkeypatch.setattr(Reference, "swapped_in", without_switch_back)
     with pytest.raises(AssertionError):
         REFERENCE_TEST(start)
+
+
+def test_a_lost_switch_to_the_reference_is_found(
+    trainer: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def without_switch(self: Any, live: Mapping[str, Shard]) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(Reference, "swapped_in", without_switch)
+    with pytest.raises(AssertionError):
+        REFERENCE_SCORES_TEST(trainer, {"qwen2": folder}, tmp_path)
 
 
 def test_a_lost_no_decay_group_is_found(

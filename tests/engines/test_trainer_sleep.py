@@ -42,6 +42,7 @@ def history(trainer: GrpoTrainer, between: Callable[[GrpoTrainer], Any], path: P
         found.append(trainer.score(samples))
         between(trainer)
         found.append(trainer.reference_scores())
+        assert found[-1], "vacuous: no reference is held beside what sleeps"
         record = trainer.update(samples, step=step, update=0, keep_to=str(path / str(step)))
         found.append(record)
         between(trainer)
@@ -125,6 +126,9 @@ def test_asleep_nothing_has_memory_and_nothing_is_let_through(
         assert figures["before_mib"] > 0
         assert figures["after_mib"] > 0
         assert sum(t.untyped_storage().nbytes() for t in tensors) == 0
+        assert trainer._reference is not None
+        rows = list(trainer._reference.rows())
+        assert sum(t.untyped_storage().nbytes() for t in rows) >= 2 * 200_000, "of the host: stays"
         host = Host()
         host.engine = trainer
         with pytest.raises(EngineError, match="state_digest was called on an engine that sleeps"):

@@ -22,7 +22,7 @@ from engines.train.grpo import TokenTerms
 from engines.train.registry import TRAINERS
 from engines.train.trainer import GrpoTrainer
 from model_specs.model_spec import ModelSpec
-from model_specs.run_spec import LossSpec
+from model_specs.run_spec import LossSpec, RunSpec
 from tests.engines.reference_model import plain_logits
 from tests.engines.trainer_cases import (
     LLAMA,
@@ -69,6 +69,8 @@ decisions given to the reference, a tenth of the tokens is within the bound in d
 """
 DECIDED_TOKENS = 2_000
 """Of an update off policy whose clip decisions are given."""
+SCORE_FLOAT32 = 1e-5
+"""float32: error of a log-prob, in nats."""
 LEAST_NORM = 1e-2
 """A true gradient below this is vacuous."""
 
@@ -352,6 +354,44 @@ def test_a_trainer_that_does_not_clip_is_outside_of_the_bfloat16_bounds(
     for true in (found.gradient(), found.gradient(deciding=found.now)):
         with pytest.raises(AssertionError, match="norm: "):
             require_norms_within(found.norms, norm(true))
+
+
+@pytest.mark.parametrize("trainer", sorted(TRAINERS))
+def test_reference_scores_are_float64s_of_initial_weights(
+    trainer: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Scored while actor and reference differ: else a swap that does nothing would do."""
+    spec = make_spec("float32").model_copy(update={"trainer": trainer})
+    samples = made_samples()
+    with started(spec, folders["qwen2"], tmp_path) as running:
+        initial = current_weights(running, torch.float64)
+        for step in (1, 2):
+            running.score(samples)
+            running.update(samples, step=step, update=0)
+        running.score(samples)
+        references, actor = running.reference_scores(), running.scores()
+    true = {s.request_id: plain_scores(initial, s, spec) for s in samples}
+    assert largest_difference(references, true) < SCORE_FLOAT32
+    assert largest_difference(references, actor) > 1e3 * SCORE_FLOAT32
+
+
+def plain_scores(
+    weights: dict[str, torch.Tensor], sample: TrainSample, spec: RunSpec
+) -> tuple[float, ...]:
+    ids = torch.tensor([*sample.prompt_token_ids, *sample.token_ids])
+    with torch.no_grad():
+        logits = plain_logits(weights, ids, spec.model)[len(sample.prompt_token_ids) - 1 : -1]
+    logs = torch.log_softmax(logits / spec.sampling.temperature, -1)
+    return tuple(logs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0].tolist())
+
+
+def largest_difference(
+    scores: dict[str, tuple[float, ...]], others: dict[str, tuple[float, ...]]
+) -> float:
+    assert scores.keys() == others.keys()
+    return max(
+        abs(x - y) for name in scores for x, y in zip(scores[name], others[name], strict=True)
+    )
 
 
 @pytest.mark.parametrize("trainer", sorted(TRAINERS))

@@ -51,6 +51,7 @@ def assert_started_with(leg: Path, *, dtype: str, max_num_seqs: int) -> None:
     facts: dict[str, Any] = read_json(leg / "environment.json")["rollout"]["rollout-0"]
     assert facts["dtype"] == dtype
     assert facts["vllm_config"]["max_num_seqs"] == max_num_seqs
+    assert facts["vllm_config"]["load_format"] == "dummy"
     assert facts["vllm_config"]["prefix_caching"] is True
 
 

@@ -42,7 +42,9 @@ def assert_both_gates_at_zero(leg: Path) -> None:
     assert found["logprobs"]["figures"]["max_abs_diff"] == 0.0
     assert found["logprobs"]["figures"]["exact_fraction"] == 1.0
     assert found["logprobs"]["figures"]["num_tokens"] > 100
+    assert found["layerwise"]["summary"].startswith("the first sample of each of 4 prompts: ")
     layers = found["layerwise"]["figures"]
+    assert (layers["num_requests"], layers["num_layers"]) == (4, 2)
     assert layers["num_exact"] == layers["num_elements"] > 10_000
     assert layers["num_prefill_positions"] > 0 < layers["num_decode_positions"]
 

@@ -8,10 +8,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engines.train.group import trainer_env
+from model_specs.recipes.tiny_cpu import recipe
+
 # Read when cuBLAS is first used: a trainer in this process asks torch for deterministic algorithms,
 # and torch then refuses matrix products without it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
+
+
+@pytest.fixture(autouse=True)
+def _megatrons_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Megatron's deterministic mode asks for, as a trainer's own process starts with it."""
+    variables = trainer_env(recipe())
+    for name in ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NCCL_ALGO"):
+        monkeypatch.setenv(name, variables[name])
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,8 @@ def layers(
         [engine.call("layer_states", requests, folder=str(folder))], what="layer states"
     )
     trainer.layer_states(as_train(tuple(samples)), folder=folder)
-    return compare_layers(folder, {s.request_id: len(s.prompt_token_ids) for s in samples})
+    lengths = {request.request_id: len(request.prompt_token_ids) for request in requests}
+    return compare_layers(folder, lengths, num_layers=engines.spec.model.num_layers)
 
 
 def as_train(samples: tuple[Sample, ...]) -> list[TrainSample]:
@@ -158,6 +159,7 @@ def test_the_engine_runs_graphs_and_the_shared_attention(engines: Engines):
     facts = engines.rollout.environment()["rollout-0"]
     assert facts["vllm_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
     assert facts["vllm_config"]["attention"] == ["SharedAttentionImpl"]
+    assert facts["vllm_config"]["load_format"] == "dummy"
     assert facts["vllm_config"]["prefix_caching"] is True
     assert len(facts["shared_ops"]) == 10
 

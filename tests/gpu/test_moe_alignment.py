@@ -1,7 +1,7 @@
 """A mixture of experts through vLLM on the device: every sampled token has the trainer's bits.
 
 As in `test_alignment.py`, whose helpers these are: CUDA graphs and prefix cache on, weights that
-change. The control scores at other weights.
+change, once with each trainer. The control scores at other weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from engines.cluster import Cluster, gather
 from engines.gates.logprobs import compare_logprobs
 from engines.rollout.group import RolloutGroup, engine_env
 from engines.train.group import TrainerGroup, trainer_env
+from engines.train.registry import TRAINERS
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from tests.gpu.test_alignment import Engines, as_train
@@ -27,15 +28,17 @@ EXPERTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+@pytest.fixture(scope="module", params=sorted(TRAINERS))
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
     folder: Path = tmp_path_factory.mktemp("moe-alignment")
     spec = apply_overrides(
         load_recipe("tiny_cpu"),
         (
             "execution.device=cuda", "optimizer.lr=1e-3", "reduction.slots=4",
             "model.family=qwen3_moe", "model.qk_norm=true", "model.qkv_bias=false",
-            f"model.moe={json.dumps(EXPERTS)}",
+            f"model.moe={json.dumps(EXPERTS)}", f"trainer={request.param}",
         ),
     )  # fmt: skip
     model, masters = str(folder / "model"), str(folder / "dcp")
@@ -53,7 +56,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         trainer.start(spec, dcp_dir=masters, rendezvous=f"file://{folder}/rendezvous")
         gather([created], what="start of the engine")
         rollout = RolloutGroup([engine], spec)
-        yield Engines(spec, model, cluster, engine, rollout, trainer)
+        yield Engines(spec, model, cluster, engine, rank, rollout, trainer)
 
 
 def test_every_log_prob_of_a_mixture_is_exact_while_the_weights_change(engines: Engines):

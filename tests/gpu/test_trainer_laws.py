@@ -1,6 +1,7 @@
 """A trainer's step on the device: packing, repeats, recomputation, parts of a slot, float64.
 
-The trainer of the product in this process, on small random models, dense and a mixture of experts.
+Every trainer of the product in this process, on small random models, dense and a mixture of
+experts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from engines.contracts import TrainSample
 from engines.provenance.digest import root_digest
+from engines.train.registry import TRAINERS
 from engines.train.shards import merged_digests
 from engines.train.trainer import GrpoTrainer
 from model_specs.overrides import apply_overrides
@@ -34,20 +36,25 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(
+    scope="module",
+    params=[(trainer, family) for trainer in sorted(TRAINERS) for family in sorted(FAMILIES)],
+    ids="-".join,
+)
 def spec(request: pytest.FixtureRequest) -> RunSpec:
+    trainer, family = request.param
     return apply_overrides(
         load_recipe("tiny_cpu"),
         (
             "execution.device=cuda", "reduction.slots=2", "loss.reference=false",
-            *FAMILIES[request.param],
+            f"trainer={trainer}", *FAMILIES[family],
         ),
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp(spec.model.family)
+    return tmp_path_factory.mktemp(f"{spec.trainer}-{spec.model.family}")
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +90,32 @@ def test_a_token_scores_the_same_in_any_packing(
         trainer.score([sample])
         assert trainer.scores()[sample.request_id] == packed[sample.request_id]
     assert sum(len(scores) for scores in packed.values()) > 60
+
+
+def test_a_reference_takes_no_device_memory_and_scores_as_the_initial_weights(
+    spec: RunSpec, folder: Path, chosen: list[TrainSample]
+) -> None:
+    from tools.gpu.local_trainer import started
+
+    wanted = apply_overrides(spec, ("loss.reference=true", "optimizer.lr=1e-3"))
+    with started(wanted, folder) as made:
+        reference = made._reference
+        assert reference is not None
+        rows = list(reference.rows())
+        assert {(row.device.type, row.is_pinned()) for row in rows} == {("cpu", True)}
+        made.score(chosen)
+        initial = made.scores()
+        assert made.reference_scores() == initial
+        made.update(chosen, step=1, update=0)
+        weights = made.weight_digests()
+        before = torch.cuda.memory_allocated()
+        with reference.swapped_in(made._shards):
+            assert torch.cuda.memory_allocated() == before
+            assert made.weight_digests() != weights
+        assert torch.cuda.memory_allocated() == before
+        assert made.weight_digests() == weights
+        made.score(chosen)
+        assert made.reference_scores() == initial != made.scores()
 
 
 def test_fifty_backwards_of_a_step_beside_a_second_stream_have_one_outcome(

@@ -15,7 +15,7 @@ from engines.numerics import dispatch
 from engines.rollout.group import engine_env
 from engines.rollout.plugin import check_version
 from engines.rollout.plugin_cuda import without_graphs
-from engines.rollout.vllm_options import start_options
+from engines.rollout.vllm_options import engine_options, start_options
 from engines.train.group import trainer_env
 from model_specs.errors import UnsupportedError
 from model_specs.overrides import apply_overrides
@@ -85,6 +85,19 @@ def test_every_op_is_dispatched_by_device_but_those_that_are_exact_anywhere():
         "tree_sum",
     }
     assert wrapped == set(numerics.__all__) - generic
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_is_asked_for_dummy_weights_and_for_a_prefix_cache(device):
+    """Asked, since vLLM may do the same of itself today."""
+    for policy, loads in (("aligned", "dummy"), ("stock", "dummy"), ("native", "auto")):
+        options = engine_options(spec(device), policy=policy, dtype="bfloat16")
+        assert options["load_format"] == loads
+        assert options["enable_prefix_caching"] is True
+        assert options["generation_config"] == "vllm"
+        assert options["logprobs_mode"] == "processed_logprobs"
+        assert options["dtype"] == "bfloat16"
+        assert options["seed"] == 0
 
 
 def test_an_aligned_engine_on_cuda_captures_decode_and_compiles_nothing():

@@ -90,8 +90,8 @@ def layers(engines: Started, *, step: int, folder: Path) -> dict[str, Any]:
         what="hidden states",
     )
     engines.trainer.layer_states(as_train(samples), folder=states)
-    lengths = {sample.request_id: len(sample.prompt_token_ids) for sample in samples}
-    return compare_layers(states, lengths).to_dict()
+    lengths = {request.request_id: len(request.prompt_token_ids) for request in chosen}
+    return compare_layers(states, lengths, num_layers=engines.spec.model.num_layers).to_dict()
 
 
 def one_step(engines: Started, step: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import guard
+from engines.placement import node_gpus
 from tools.gpu.legs import Leg, World, as_json, first_difference
 
 SHOWN = 600
@@ -36,7 +37,7 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self.device: str = options.device
         self.scratch = Path(options.scratch)
-        self.ranks = int(options.ranks)
+        self.ranks = int(options.ranks) if options.ranks else most_ranks(self.device)
         shape = options.shape or ("tiny_cpu" if self.device == "cpu" else "gsm8k_smollm2_135m")
         self.world = World.make(shape=shape, device=self.device, folder=self.scratch / shape)
         self.options = options
@@ -49,6 +50,12 @@ class Run:
         """Return what `keep` left."""
         leg: Leg = pickle.loads((self.scratch / "reference.pickle").read_bytes())
         return leg
+
+
+def most_ranks(device: str) -> int:
+    """Return the largest power of two of GPUs here; two on CPU."""
+    count = len(node_gpus()) if device == "cuda" else 2
+    return 1 << (count.bit_length() - 1)
 
 
 Parts = Mapping[str, tuple[Callable[[Run], Results], int]]
@@ -84,7 +91,7 @@ def main(parts: Parts, *, description: str, module: str) -> None:
     parser.add_argument("--shape", help="recipe whose model is used")
     parser.add_argument("--scratch", default=str(Path(tempfile.gettempdir()) / "lockstep-gpu"))
     parser.add_argument("--out", default="gpu-parts.json")
-    parser.add_argument("--ranks", default="2", help="most ranks, one a GPU: a power of two")
+    parser.add_argument("--ranks", help="most ranks, one a GPU: a power of two; default: all GPUs")
     parser.add_argument("--patience", type=float, default=1.0, help="times every limit")
     parser.add_argument("--inside", action="store_true", help="run the one part here")
     options = parser.parse_args()

@@ -9,10 +9,12 @@ forward, and reduces a slot's gradient as soon as its backward has run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from engines.contracts import TrainSample
 from engines.train.fsdp2.model import EXACT_OPS, build_model, share_forward
@@ -84,6 +86,24 @@ class Fsdp2Trainer(GrpoTrainer):
         summed = self._counter.result() if tree else self._taken()
         return dict(zip(self._shards, summed, strict=True))
 
+    def _forget_gradients(self) -> None:
+        """Drop sums and gradients, and gathered copies that no backward came to free.
+
+        A copy that stayed would hide the next change of the masters from the next forward, and
+        so does an FSDP2 that still waits for the rest of a backward: it gathers none.
+        """
+        self._counter = BinaryCounter()
+        assert isinstance(self._model, FSDPModule)
+        modules = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+        self._model.zero_grad(set_to_none=True)  # of gathered copies
+        for module in modules:
+            module.reshard()
+        self._model.zero_grad(set_to_none=True)  # of masters, which are the parameters again
+        if hasattr(FSDPModule, "reset_iter_state"):  # torch 2.11, of the CUDA environment, has none
+            self._model.reset_iter_state()
+        elif any(m._get_fsdp_state()._training_state != TrainingState.IDLE for m in modules):
+            self._model.register_forward_pre_hook(_refuse)
+
     def _taken(self) -> list[torch.Tensor]:
         """Detach this rank's reduced float32 gradients from the parameters, in order."""
         taken = []
@@ -108,3 +128,12 @@ class Fsdp2Trainer(GrpoTrainer):
     @property
     def _exact_ops(self) -> frozenset[str]:
         return EXACT_OPS
+
+
+def _refuse(module: torch.nn.Module, args: Any) -> None:
+    """Stand before the forward of a model whose FSDP2 cannot be used any more."""
+    raise EngineError(
+        "an update failed inside of a forward or backward, after which FSDP2 of torch "
+        f"{torch.__version__} sees no change of the weights; start the trainer again and load the "
+        "last checkpoint"
+    )

@@ -93,6 +93,10 @@ class MegatronTrainer(GrpoTrainer):
             flat, self._stock_sum = self._stock_sum, None
         return self._layout.views(flat)
 
+    def _forget_gradients(self) -> None:
+        self._counter, self._stock_sum = BinaryCounter(), None
+        self._model.zero_grad(set_to_none=True)
+
     def _gradient_blocks(self) -> Iterator[LogicalBlock]:
         """Yield the gradients under the checkpoint's names, taken off the fused parameters."""
         for name, parameter in self._model.named_parameters():
