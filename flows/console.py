@@ -140,9 +140,9 @@ def show_run(run: str, *, runs_dir: Path, as_json: bool) -> int:
         OUT.print_json(json.dumps(details))
     else:
         print_run(folder, details)
-        origin = read_spec(folder).origin
+        origin = read_json(folder / "spec.json").get("origin")
         if origin is not None:
-            OUT.print(f"forked from   {origin.run}/{origin.leg}@{origin.step}")
+            OUT.print(f"forked from   {origin['run']}/{origin['leg']}@{origin['step']}")
         for leg in legs(folder):
             OUT.print(_steps_table(folder / leg, leg))
     return int(details["exit_code"])

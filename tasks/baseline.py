@@ -20,8 +20,9 @@ from engines.environment import device_class
 from engines.provenance.verdict import Verdict
 from engines.runs import legs, read_spec
 from model_specs.errors import LockstepError, SpecError
-from model_specs.fingerprint import spec_differences, trajectory_fingerprint
+from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.json_text import read_json
+from model_specs.recorded_spec import recorded, recorded_differences
 from model_specs.run_spec import RunSpec
 from tasks import tracking
 from tasks.tracking_store import FoundRun, default_tracking_uri, find_runs, prepare_environment
@@ -107,7 +108,10 @@ def _other_trajectory(folder: Path, spec: RunSpec, device: str) -> str:
     }
     for run in _runs(folder, spec, tags):
         path = _folder(run) / "spec.json"
-        rows = spec_differences(read_spec(path.parent), spec) if path.is_file() else ()
+        if not path.is_file():
+            continue
+        # As JSON: the field that has changed may be one that this version does not have.
+        rows = recorded_differences(read_json(path), recorded(spec), part="trajectory")
         if rows:
             fields = "; ".join(f"{field}: {old!r} -> {new!r}" for field, old, new in rows)
             return f"; since {_name(run)} the trajectory has changed: {fields}"
@@ -174,7 +178,7 @@ def unset_baseline(folder: Path) -> list[str]:
 def explicit_baselines(runs_dir: Path) -> list[FoundRun]:
     """Return all runs that carry the tag, in the experiments of the run folders in `runs_dir`."""
     folders = {
-        _experiment(read_spec(path.parent)): path.parent for path in runs_dir.glob("*/spec.json")
+        _experiment(read_json(path)["recipe"]): path.parent for path in runs_dir.glob("*/spec.json")
     }
     found = [
         run
@@ -216,11 +220,11 @@ def _own(folder: Path, spec: RunSpec) -> FoundRun:
 
 
 def _runs(folder: Path, spec: RunSpec, tags: Mapping[str, str]) -> tuple[FoundRun, ...]:
-    return find_runs(default_tracking_uri(folder), _experiment(spec), tags)
+    return find_runs(default_tracking_uri(folder), _experiment(spec.recipe), tags)
 
 
-def _experiment(spec: RunSpec) -> str:
-    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or spec.recipe
+def _experiment(recipe: str) -> str:
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or recipe
 
 
 def _name(run: FoundRun) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from engines.contracts import StepRecord
 from engines.provenance.digest import digest_floats
 from engines.provenance.ledger import LedgerHeader, LedgerWriter
 from engines.runs import read_spec
-from model_specs.errors import LockstepError, SpecError
+from model_specs.errors import ArtifactError, LockstepError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.overrides import apply_overrides
 from model_specs.recipes.tiny_cpu import recipe
@@ -99,6 +100,53 @@ def test_the_last_green_night_of_the_same_trajectory_is_the_baseline(runs_dir: P
     (second / "a" / "ledger.jsonl").unlink()
     assert baseline_of(tonight).folder == first
     assert "the folders of night-2 are gone" in baseline_of(tonight).note
+
+
+def edit_spec(folder: Path, change: Callable[[Any], None]) -> None:
+    """What spec.json is to a version that has other fields than the one that wrote it."""
+    values = json.loads((folder / "spec.json").read_text())
+    change(values)
+    (folder / "spec.json").write_text(json.dumps(values))
+
+
+@pytest.mark.timeout(120)
+def test_a_night_is_compared_with_one_whose_execution_and_plan_fields_are_gone(
+    runs_dir: Path,
+) -> None:
+    before = make_night(runs_dir, "night-1", "Identical")
+    tonight = make_night(runs_dir, "tonight", "none yet")
+
+    def change(values: Any) -> None:
+        values["execution"]["retired"] = 3
+        values["plan"]["retired"] = True
+
+    edit_spec(before, change)
+    with pytest.raises(ArtifactError, match=r"night-1/spec\.json .*execution\.retired: Extra"):
+        read_spec(before)
+    found = baseline_row(tonight)
+    assert (found.name, str(found.verdict)) == ("tonight = night-1", "Identical")
+    assert [str(suspect) for suspect in found.suspects] == [
+        "execution execution.retired: 3 -> <no such field>",
+        "plan plan.retired: True -> <no such field>",
+    ]
+    assert explicit_baselines(runs_dir) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_night_before_which_a_trajectory_field_went_says_so(runs_dir: Path) -> None:
+    before = make_night(runs_dir, "night-1", "Identical", "seeds.root=7")
+    tonight = make_night(runs_dir, "tonight", "none yet")
+
+    def change(values: Any) -> None:
+        values["optimizer"]["retired"] = 0.5
+        values["schema_version"] = 0
+
+    edit_spec(before, change)
+    found = baseline_row(tonight)
+    assert found.verdict is None
+    assert "since night-1 the trajectory has changed" in found.summary
+    assert "optimizer.retired: 0.5 -> '<no such field>'; schema_version: 0 -> 1" in found.summary
+    assert "seeds.root: 7 -> 1234" in found.summary
 
 
 @pytest.mark.timeout(120)
