@@ -123,6 +123,24 @@ def show_baselines(run: str | None, *, runs_dir: Path, as_json: bool) -> int:
     return 0
 
 
+def show_sync(run: str | None, *, runs_dir: Path, as_json: bool) -> int:
+    """Send a run, or all that MLflow does not have, and print their names; returns the exit code.
+
+    Raises:
+        LockstepError: The store did not take everything.
+    """
+    from tasks.tracking import sync_again, sync_unsent
+
+    sent, problems = sync_again([open_run(run, runs_dir)]) if run else sync_unsent(runs_dir)
+    if as_json:
+        OUT.print_json(json.dumps({"sent": sent, "problems": problems}))
+    else:
+        OUT.print(f"sent: {', '.join(sent)}" if sent else "nothing was sent")
+    if problems:
+        raise LockstepError("; ".join(problems))
+    return 0
+
+
 def show_run(run: str, *, runs_dir: Path, as_json: bool) -> int:
     """Print a run that exists; the exit code is that of its verdict."""
     folder = open_run(run, runs_dir)

@@ -31,6 +31,7 @@ from model_specs.variation import Variation
 from tasks.baseline import Baseline, device_of, find_baseline, has_environment
 from tasks.compare import LegResult, compare_legs
 from tasks.tracked_folder import git_tags
+from tasks.tracking import sync_unsent
 
 NO_BASELINE = "no baseline"
 
@@ -126,6 +127,7 @@ def baseline_row(folder: Path) -> Row:
     """Compare tonight's leg a with the baseline, and rank what has changed since."""
     name = "tonight = baseline"
     spec = read_spec(folder)
+    sync_unsent(folder.parent)  # a night that the store missed would be passed over
     try:
         baseline = find_baseline(folder, spec, device=device_of(folder))
     except LockstepError as error:  # not the same as having none: something could not be read
