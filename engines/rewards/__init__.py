@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from engines.contracts import Prompt, Sample
 from engines.delays import pause
@@ -118,8 +120,13 @@ def _score_here(items: Sequence[RewardItem], spec: RewardSpec) -> tuple[list[flo
     return first, second[::-1]
 
 
-def _checked(value: float, item: RewardItem, spec: RewardSpec) -> float:
+def _checked(value: Any, item: RewardItem, spec: RewardSpec) -> float:
     """Return the reward as a float32 value."""
+    if not isinstance(value, numbers.Real):
+        raise EngineError(
+            f"reward {spec.name!r} of sample {item.request_id} returned a "
+            f"{type(value).__name__} ({value!r}), not a number"
+        )
     if not spec.low <= value <= spec.high:  # also refuses NaN
         kind = "" if math.isfinite(value) else "; rewards are finite numbers"
         raise EngineError(
