@@ -122,11 +122,7 @@ def _score_here(items: Sequence[RewardItem], spec: RewardSpec) -> tuple[list[flo
 
 def _checked(value: Any, item: RewardItem, spec: RewardSpec) -> float:
     """Return the reward as a float32 value."""
-    if not isinstance(value, numbers.Real):
-        raise EngineError(
-            f"reward {spec.name!r} of sample {item.request_id} returned a "
-            f"{type(value).__name__} ({value!r}), not a number"
-        )
+    _require_number(value, item, spec)
     if not spec.low <= value <= spec.high:  # also refuses NaN
         kind = "" if math.isfinite(value) else "; rewards are finite numbers"
         raise EngineError(
@@ -136,6 +132,14 @@ def _checked(value: Any, item: RewardItem, spec: RewardSpec) -> float:
         )
     rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return rounded
+
+
+def _require_number(value: object, item: RewardItem, spec: RewardSpec) -> None:
+    if not isinstance(value, numbers.Real):
+        raise EngineError(
+            f"reward {spec.name!r} of sample {item.request_id} returned a "
+            f"{type(value).__name__} ({value!r}), not a number"
+        )
 
 
 def _require_equal(
