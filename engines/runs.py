@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from engines.contracts import ArtifactRef
 from engines.provenance.fence import Fence, RunFolder, write_durably
 from engines.provenance.ledger import LEDGER_FILE, read_ledger
-from model_specs.errors import CheckpointError, SpecError
+from model_specs.errors import ArtifactError, CheckpointError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.json_text import read_json
 from model_specs.run_spec import RunSpec
@@ -83,8 +85,23 @@ def open_leg(name: str, runs_dir: Path) -> Path:
 
 
 def read_spec(folder: Path) -> RunSpec:
-    """The resolved spec of a run."""
-    return RunSpec.model_validate_json((folder / "spec.json").read_text(encoding="utf-8"))
+    """The resolved spec of a run, to run it again; `read_json` is for one that is only looked at.
+
+    Raises:
+        ArtifactError: There is none, or it is not one of this version.
+    """
+    path = folder / "spec.json"
+    values = read_json(path)
+    try:
+        return RunSpec.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        wrong = "; ".join(
+            f"{'.'.join(map(str, row['loc'])) or 'spec'}: {row['msg']}" for row in error.errors()
+        )
+        raise ArtifactError(
+            f"{path} is not a spec of this version: {wrong}. Run it with the version that wrote "
+            "it; to compare what it left, `lockstep diff` needs no valid spec"
+        ) from error
 
 
 def write_spec(folder: Path, spec: RunSpec) -> None:

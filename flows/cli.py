@@ -1,4 +1,4 @@
-"""The command line: run, nightly, baseline, resume, fork, export, verify, diff, drill and more.
+"""The command line: run, nightly, baseline, resume, fork, export, verify, diff, sync and more.
 
 Every command ends with the exit code of its verdict. Nothing heavy is imported before a command
 needs it: `diff`, `show` and `doctor` load neither Prefect nor torch.
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from flows.baseline_commands import baseline
+from flows.sync_command import sync
 from model_specs.errors import CancelledError, LockstepError, SpecError
 
 app = App(
@@ -27,6 +28,7 @@ app = App(
 )
 
 app.command(baseline)
+app.command(sync)
 
 Set = Annotated[
     tuple[str, ...],

@@ -123,6 +123,24 @@ def show_baselines(run: str | None, *, runs_dir: Path, as_json: bool) -> int:
     return 0
 
 
+def show_sync(run: str | None, *, runs_dir: Path, as_json: bool) -> int:
+    """Send a run, or all that MLflow does not have, and print their names; returns the exit code.
+
+    Raises:
+        LockstepError: The store did not take everything.
+    """
+    from tasks.tracking import sync_again, sync_unsent
+
+    sent, problems = sync_again([open_run(run, runs_dir)]) if run else sync_unsent(runs_dir)
+    if as_json:
+        OUT.print_json(json.dumps({"sent": sent, "problems": problems}))
+    else:
+        OUT.print(f"sent: {', '.join(sent)}" if sent else "nothing was sent")
+    if problems:
+        raise LockstepError("; ".join(problems))
+    return 0
+
+
 def show_run(run: str, *, runs_dir: Path, as_json: bool) -> int:
     """Print a run that exists; the exit code is that of its verdict."""
     folder = open_run(run, runs_dir)
@@ -140,9 +158,9 @@ def show_run(run: str, *, runs_dir: Path, as_json: bool) -> int:
         OUT.print_json(json.dumps(details))
     else:
         print_run(folder, details)
-        origin = read_spec(folder).origin
+        origin = read_json(folder / "spec.json").get("origin")
         if origin is not None:
-            OUT.print(f"forked from   {origin.run}/{origin.leg}@{origin.step}")
+            OUT.print(f"forked from   {origin['run']}/{origin['leg']}@{origin['step']}")
         for leg in legs(folder):
             OUT.print(_steps_table(folder / leg, leg))
     return int(details["exit_code"])

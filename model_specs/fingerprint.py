@@ -161,39 +161,13 @@ def spec_differences(
     has (`reduction.world_size`) stands against `MISSING`. Empty exactly when the fingerprints
     agree.
     """
-    return _differing(flattened(a, part=part), flattened(b, part=part))
+    return differing(flattened(a, part=part), flattened(b, part=part))
 
 
-def execution_differences(a: RunSpec, b: RunSpec) -> tuple[tuple[str, Any, Any], ...]:
-    """Return (dotted field, value in a, value in b) for each execution field that differs.
-
-    They decide where a run happens and never a bit; a row is worth a look where bits differ.
-    """
-    return _differing(_execution_flattened(a), _execution_flattened(b))
-
-
-def _execution_flattened(spec: RunSpec) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-
-    def visit(prefix: str, value: Any, *, inside: bool) -> None:
-        if isinstance(value, Frozen):
-            marked = value.execution_fields()
-            for name in type(value).model_fields:
-                dotted = f"{prefix}.{name}" if prefix else name
-                visit(dotted, getattr(value, name), inside=inside or name in marked)
-        elif isinstance(value, tuple) and any(isinstance(item, Frozen) for item in value):
-            for index, item in enumerate(value):
-                visit(f"{prefix}.{index}", item, inside=inside)
-        elif inside:
-            flat[prefix] = value
-
-    visit("", spec, inside=False)
-    return flat
-
-
-def _differing(
+def differing(
     flat_a: Mapping[str, Any], flat_b: Mapping[str, Any]
 ) -> tuple[tuple[str, Any, Any], ...]:
+    """Return (name, value in a, value in b) where canonical bytes differ, or only one has it."""
     return tuple(
         (name, flat_a.get(name, MISSING), flat_b.get(name, MISSING))
         for name in sorted(flat_a.keys() | flat_b.keys())

@@ -2,7 +2,8 @@
 
 Both are found by tags of MLflow's parent runs: same trajectory, same device class, whatever the
 environment or commit. An explicit baseline is a tag that `lockstep baseline set` puts on a run; it
-wins until it is taken off again.
+wins until it is taken off again. The run folders beside tonight's say the same, and answer for what
+the store does not have, or while it is down.
 
     found = find_baseline(run.folder, spec, device_class="cpu/x86_64")
     found.folder, found.note
@@ -18,12 +19,14 @@ from pathlib import Path
 
 from engines.environment import device_class
 from engines.provenance.verdict import Verdict
-from engines.runs import legs, read_spec
+from engines.runs import legs, read_spec, write_json
 from model_specs.errors import LockstepError, SpecError
-from model_specs.fingerprint import spec_differences, trajectory_fingerprint
+from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.json_text import read_json
+from model_specs.recorded_spec import recorded, recorded_differences
 from model_specs.run_spec import RunSpec
 from tasks import tracking
+from tasks.run_folders import BASELINE_MARK, runs_on_disk
 from tasks.tracking_store import FoundRun, default_tracking_uri, find_runs, prepare_environment
 
 BASELINE_TAG = "lockstep.baseline"
@@ -58,14 +61,15 @@ def find_baseline(folder: Path, spec: RunSpec, *, device: str, own: bool = False
         own: Let the run be a baseline itself, as it is for the next night.
 
     Raises:
-        LockstepError: MLflow cannot be read, or an explicit baseline has no ledger any more.
+        LockstepError: MLflow cannot be read and the run folders have no green night of this recipe
+            either, or an explicit baseline has no ledger any more.
     """
     same = {
         "lockstep.kind": "run",
         "lockstep.trajectory_fingerprint": trajectory_fingerprint(spec),
         DEVICE_TAG: device,
     }
-    found = _runs(folder, spec, same)
+    found, is_read = _known_runs(folder, spec, same)
     explicit = [run for run in found if BASELINE_TAG in run.tags]
     if explicit:
         chosen = explicit[0]
@@ -77,7 +81,7 @@ def find_baseline(folder: Path, spec: RunSpec, *, device: str, own: bool = False
         reason = chosen.tags.get(REASON_TAG)
         because = f", because: {reason}" if reason else ""
         note = f"baseline {_name(chosen)}, set {chosen.tags[BASELINE_TAG]}{because}"
-        return _baseline(chosen, note, is_explicit=True)
+        return _baseline(chosen, note + _whence(chosen, is_read=is_read), is_explicit=True)
     nights = [
         run
         for run in found
@@ -89,11 +93,49 @@ def find_baseline(folder: Path, spec: RunSpec, *, device: str, own: bool = False
     passed_over = f"; the folders of {', '.join(gone)} are gone" if gone else ""
     for chosen in nights:
         if _has_ledger(chosen):
-            return _baseline(chosen, f"last green night {_name(chosen)}{passed_over}")
+            whence = _whence(chosen, is_read=is_read)
+            return _baseline(chosen, f"last green night {_name(chosen)}{whence}{passed_over}")
     return Baseline(
         note=f"no green night of this trajectory on {device}{passed_over}"
         + _other_trajectory(folder, spec, device)
+        + ("" if is_read else "; MLflow cannot be read, so the run folders alone were searched")
     )
+
+
+def _known_runs(
+    folder: Path, spec: RunSpec, tags: Mapping[str, str]
+) -> tuple[list[FoundRun], bool]:
+    """Return the runs with these tags, newest first, and whether the store was read.
+
+    Those of the store, and of the folders beside tonight's those that it does not have.
+    """
+    everything = runs_on_disk(folder.parent)
+    on_disk = [run for run in everything if all(run.tags.get(tag) == tags[tag] for tag in tags)]
+    try:
+        stored = _runs(folder, spec, tags)
+    except LockstepError as error:
+        if not any(
+            _name(run) != folder.name
+            and run.tags["lockstep.recipe"] == spec.recipe
+            and run.tags.get(DEVICE_TAG) == tags[DEVICE_TAG]
+            for run in everything
+        ):
+            raise LockstepError(
+                f"{error}; and {folder.parent} has no other night of {spec.recipe} on "
+                f"{tags[DEVICE_TAG]} that would say what to compare with"
+            ) from error
+        return on_disk, False
+    names = {_name(run) for run in stored}
+    found = [*stored, *(run for run in on_disk if _name(run) not in names)]
+    return sorted(found, key=lambda run: run.started_ms, reverse=True), True
+
+
+def _whence(run: FoundRun, *, is_read: bool) -> str:
+    """Say of a run that is not from the store where it was found."""
+    if run.run_id:
+        return ""
+    why = "does not have it" if is_read else "cannot be read"
+    return f", found by its folder since MLflow {why}"
 
 
 def _other_trajectory(folder: Path, spec: RunSpec, device: str) -> str:
@@ -105,9 +147,12 @@ def _other_trajectory(folder: Path, spec: RunSpec, device: str) -> str:
         "lockstep.verdict": str(Verdict.IDENTICAL),
         DEVICE_TAG: device,
     }
-    for run in _runs(folder, spec, tags):
+    for run in _known_runs(folder, spec, tags)[0]:
         path = _folder(run) / "spec.json"
-        rows = spec_differences(read_spec(path.parent), spec) if path.is_file() else ()
+        if not path.is_file():
+            continue
+        # As JSON: the field that has changed may be one that this version does not have.
+        rows = recorded_differences(read_json(path), recorded(spec), part="trajectory")
         if rows:
             fields = "; ".join(f"{field}: {old!r} -> {new!r}" for field, old, new in rows)
             return f"; since {_name(run)} the trajectory has changed: {fields}"
@@ -174,7 +219,7 @@ def unset_baseline(folder: Path) -> list[str]:
 def explicit_baselines(runs_dir: Path) -> list[FoundRun]:
     """Return all runs that carry the tag, in the experiments of the run folders in `runs_dir`."""
     folders = {
-        _experiment(read_spec(path.parent)): path.parent for path in runs_dir.glob("*/spec.json")
+        _experiment(read_json(path)["recipe"]): path.parent for path in runs_dir.glob("*/spec.json")
     }
     found = [
         run
@@ -216,11 +261,11 @@ def _own(folder: Path, spec: RunSpec) -> FoundRun:
 
 
 def _runs(folder: Path, spec: RunSpec, tags: Mapping[str, str]) -> tuple[FoundRun, ...]:
-    return find_runs(default_tracking_uri(folder), _experiment(spec), tags)
+    return find_runs(default_tracking_uri(folder), _experiment(spec.recipe), tags)
 
 
-def _experiment(spec: RunSpec) -> str:
-    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or spec.recipe
+def _experiment(recipe: str) -> str:
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or recipe
 
 
 def _name(run: FoundRun) -> str:
@@ -238,12 +283,13 @@ def _has_ledger(run: FoundRun) -> bool:
 def _change(
     folder: Path, run: FoundRun, *, put: Mapping[str, str] | None = None, drop: tuple[str, ...] = ()
 ) -> None:
-    """Put tags on a run of MLflow and take others off."""
+    """Put tags on a run of MLflow and take others off; its folder says whether it is a baseline."""
     prepare_environment()
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
+    mark = _folder(run) / BASELINE_MARK
     try:
         client = MlflowClient(tracking_uri=default_tracking_uri(folder))
         for name, value in (put or {}).items():
@@ -253,3 +299,7 @@ def _change(
                 client.delete_tag(run.run_id, name)
     except (MlflowException, SQLAlchemyError, OSError) as error:
         raise LockstepError(f"MLflow did not take the tags of {_name(run)}: {error}") from error
+    if BASELINE_TAG in drop:
+        mark.unlink(missing_ok=True)
+    elif put:
+        write_json(mark, dict(put))

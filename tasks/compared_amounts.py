@@ -16,7 +16,7 @@ from pathlib import Path
 from engines.contracts import PROBES
 from engines.provenance.ledger import LedgerLine, read_ledger
 from engines.provenance.side_files import digests_path, read_digests
-from engines.runs import read_spec
+from model_specs.json_text import read_json
 
 _FLOAT32_PROBES = ("grads", "optimizer", "weights")
 _WIRE_PROBES = ("sent", "received")
@@ -30,7 +30,8 @@ class Amounts:
     tokens: int
     """Sampled tokens, each with the log-prob of both engines."""
     tensor_bytes: int | None
-    """Of gradients, optimizer state and weights; None where the leg's model is not here."""
+    """Of gradients, optimizer state and weights; None where the leg's model or dtype is
+    not here."""
 
 
 def compared_amounts(leg: Path, *, updates: int, first_probe: str | None = None) -> Amounts:
@@ -51,8 +52,12 @@ def compared_amounts(leg: Path, *, updates: int, first_probe: str | None = None)
     elements = _elements(leg / "model")
     if not elements or not (leg / "digests").is_dir():
         return Amounts(tokens=tokens, tensor_bytes=None)
-    spec = read_spec(leg if (leg / "spec.json").is_file() else leg.parent)
-    wire = 2 if spec.numerics.compute_dtype == "bfloat16" else 4
+    path = leg / "spec.json" if (leg / "spec.json").is_file() else leg.parent / "spec.json"
+    # As JSON: the leg may be one of an older version.
+    dtype = (read_json(path).get("numerics") or {}).get("compute_dtype")
+    if dtype is None:
+        return Amounts(tokens=tokens, tensor_bytes=None)
+    wire = 2 if dtype == "bfloat16" else 4
     # Updates with the same numbers of names have the same names.
     known: dict[tuple[tuple[str, int], ...], int] = {}
     total = 0

@@ -40,8 +40,8 @@ def section(title: str, body: str, *, note: str = "") -> str:
     return f"<section><h2>{escape(title)}</h2>\n{soft}{body}</section>\n"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: int = 0) -> str:
-    """Return a table; the last `numbers` columns are set as figures.
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table.
 
     On a narrow screen each row becomes a block with its column names. A cell that is `Raw` is
     taken as HTML.
@@ -53,7 +53,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: int
             "short" if isinstance(cell, Raw) or len(str(cell)) <= SHORT_CELL else "long"
             for cell in row
         ]
-        kinds[len(row) - numbers :] = ["number"] * numbers
         cells = [
             f'<td class="{kind}" data-label="{escape(name)}">'
             f"{cell if isinstance(cell, Raw) else escape(str(cell))}</td>"

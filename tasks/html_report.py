@@ -1,7 +1,8 @@
-"""One self-contained HTML page about a run or a comparison: the same bits in, the same file out.
+"""One self-contained HTML page about a run or a comparison: the same folder, the same file.
 
 Everything is read from run folders; nothing is fetched, and no clock, host or path outside of them
-is read. Light and dark; readable on a phone.
+is read. Neither is what two runs of one name, spec, environment and bits do not share: seconds and
+attempts are in lock.json and in Prefect. Light and dark; readable on a phone.
 
     (run / "report.html").write_text(render(run, details))
 """
@@ -243,7 +244,7 @@ def _locks(found: Mapping[str, Path]) -> dict[str, tuple[LockRow, ...]]:
 
 
 def _stages(found: Mapping[str, Path]) -> str:
-    """A row a stage, with what each leg put out, whether it was reused, and how long it took."""
+    """A row a stage, with what each leg put out, and whether it was reused."""
     by_stage: dict[tuple[str, int], dict[str, LockRow]] = {}
     for leg, stages in _locks(found).items():
         counts: dict[str, int] = {}
@@ -259,14 +260,11 @@ def _stages(found: Mapping[str, Path]) -> str:
                 Raw("<br>".join(dict.fromkeys(outputs.values()))),
                 _agree(outputs, len(found)),
                 _each({leg: "yes" if row.cached else "no" for leg, row in by_leg.items()}),
-                _each({leg: str(row.attempt) for leg, row in by_leg.items()}),
-                " | ".join(f"{row.ambient['seconds']:.1f}" for row in by_leg.values()),
             )
         )
     if not rows:
         return ""
-    head = ("stage", "outputs", "legs", "cached", "attempt", "seconds")
-    return section("Stages", table(head, rows, numbers=1))
+    return section("Stages", table(("stage", "outputs", "legs", "cached"), rows))
 
 
 def _outputs(row: LockRow) -> str:

@@ -24,12 +24,14 @@ from engines.provenance.suspects import Difference, Suspect, rank_suspects
 from engines.provenance.verdict import Verdict, worst
 from engines.runs import legs, read_spec
 from model_specs.errors import LockstepError
-from model_specs.fingerprint import spec_differences
+from model_specs.json_text import read_json
+from model_specs.recorded_spec import recorded, recorded_differences
 from model_specs.run_spec import RunSpec
 from model_specs.variation import Variation
 from tasks.baseline import Baseline, device_of, find_baseline, has_environment
 from tasks.compare import LegResult, compare_legs
 from tasks.tracked_folder import git_tags
+from tasks.tracking import sync_unsent
 
 NO_BASELINE = "no baseline"
 
@@ -125,6 +127,7 @@ def baseline_row(folder: Path) -> Row:
     """Compare tonight's leg a with the baseline, and rank what has changed since."""
     name = "tonight = baseline"
     spec = read_spec(folder)
+    sync_unsent(folder.parent)  # a night that the store missed would be passed over
     try:
         baseline = find_baseline(folder, spec, device=device_of(folder))
     except LockstepError as error:  # not the same as having none: something could not be read
@@ -133,9 +136,9 @@ def baseline_row(folder: Path) -> Row:
         return Row(name=name, verdict=None, summary=f"{NO_BASELINE}: {baseline.note}")
     try:
         found = compare_ledgers(baseline.folder / "a", folder / "a")
+        changes = [*found.environment_differences, *_other_changes(baseline, spec)]
     except LockstepError as error:
-        found = Comparison.incomparable(f"it cannot be compared: {error}")
-    changes = [*found.environment_differences, *_other_changes(baseline, spec)]
+        found, changes = Comparison.incomparable(f"it cannot be compared: {error}"), []
     return _row(
         f"tonight = {baseline.run_id}",
         found,
@@ -151,13 +154,13 @@ def baseline_row(folder: Path) -> Row:
 def _other_changes(baseline: Baseline, spec: RunSpec) -> list[Difference]:
     """Return plan and execution fields, and the commit, that are not what they were."""
     assert baseline.folder is not None
-    before = read_spec(baseline.folder)
-    ran, runs = before.execution.model_dump(), spec.execution.model_dump()
-    changes: list[Difference] = list(spec_differences(before, spec, part="plan"))
+    # As JSON: a field that has gone since is a suspect, and no reason not to compare.
+    before, now = read_json(baseline.folder / "spec.json"), recorded(spec)
+    changes: list[Difference] = list(recorded_differences(before, now, part="plan"))
     changes += [
-        (f"execution.{field}", ran[field], runs[field])
-        for field in runs
-        if ran[field] != runs[field]
+        difference
+        for difference in recorded_differences(before, now, part="execution")
+        if difference[0].startswith("execution.")
     ]
     commit = commit_of_this_code()
     if baseline.commit != commit:

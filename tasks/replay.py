@@ -106,6 +106,7 @@ def train_dumps(
                 stopped = outcome
         if stopped is not None:
             break
+    opened.require_environment_unchanged()
     return segment_result(ledger, start_step, last_step, trainer.state_digest(), stopped)
 
 

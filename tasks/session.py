@@ -18,7 +18,7 @@ from uuid import UUID
 from engines import guard
 from engines.cluster import Cluster, EngineHandle, gather, identities
 from engines.contracts import ArtifactRef, Flip, PromptSet
-from engines.environment import environment_fingerprint
+from engines.environment import environment_fingerprint, require_unchanged
 from engines.gates.logprobs import LogprobGate
 from engines.gpu_memory import Baseline
 from engines.placement import (
@@ -73,6 +73,8 @@ class LegSession:
     """Set by a stage that found its output in the leg's folder; its lock row says so."""
     environment: str = ""
     """Fingerprint of the engines' environment; empty before they have started."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the engines' processes had when they had started."""
     gates: dict[str, Any] = field(default_factory=dict)
     """Gate name -> `tasks.gates.GateRecord`."""
     unequal_pushes: list[str] = field(default_factory=list)
@@ -172,14 +174,27 @@ class LegSession:
             self.spec.data.max_prompt_tokens,
         )
 
-    def record_environment(self) -> None:
-        """Write what the started engines really have, and keep its fingerprint."""
+    def _read_environment(self) -> dict[str, Any]:
         environment = {"trainer": self.trainer_alone().environment()}
         if self.rollout is not None:
             environment["rollout"] = self.rollout.environment()
+        return environment
+
+    def require_environment_unchanged(self) -> None:
+        """Require that the engines still have what decides bits as it was when they started.
+
+        Raises:
+            EngineError: One has not; names the variable or switch.
+        """
+        require_unchanged(self.facts, self._read_environment())
+
+    def record_environment(self) -> None:
+        """Write what the started engines really have, and keep its fingerprint."""
+        environment = self._read_environment()
+        self.facts = environment
         self._check_placement()
         if self.variation is not None:
-            environment["ambient"] = {"variation": self.variation.model_dump()}
+            environment = {**environment, "ambient": {"variation": self.variation.model_dump()}}
         self.environment = environment_fingerprint(environment)
         write_json(
             self.folder / "environment.json", {**environment, "fingerprint": self.environment}

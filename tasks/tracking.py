@@ -29,6 +29,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from model_specs.errors import ArtifactError
+from tasks.run_folders import mark_sent, unsent_folders, verdict_digest
 from tasks.samples_table import MAX_ROWS, newest_samples, samples_table
 from tasks.tracked_folder import (
     Leg,
@@ -60,7 +62,16 @@ from tasks.tracking_store import (
     without_password,
 )
 
-__all__ = ["FoundRun", "TrackedRun", "default_tracking_uri", "find_runs", "sync", "sync_quietly"]
+__all__ = [
+    "FoundRun",
+    "TrackedRun",
+    "default_tracking_uri",
+    "find_runs",
+    "sync",
+    "sync_again",
+    "sync_quietly",
+    "sync_unsent",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +142,7 @@ def sync(
         ArtifactError: The run folder itself is not readable. A store that is down does not raise;
             it is logged and named in `problems`.
     """
+    verdict = verdict_digest(run_dir)  # before it is read: a newer one is sent by the next sync
     folder = read_run_folder(run_dir)
     uri = tracking_uri or default_tracking_uri(run_dir)
     problems: list[str] = []
@@ -146,6 +158,7 @@ def sync(
     projection = _Projection(folder, uri=uri, experiment=experiment, extra_tags=extra_tags)
     try:
         projection.send()
+        mark_sent(folder.path, uri, verdict)
     except (MlflowException, SQLAlchemyError, OSError) as error:
         problems.append(
             f"MLflow at {without_password(uri)} did not take everything of run {folder.run_id}: "
@@ -173,14 +186,49 @@ def sync_quietly(run_dir: Path, *, extra_tags: Mapping[str, str] = NO_TAGS) -> T
         None when the run folder could not be read, or at an error that nobody foresaw.
     """
     try:
-        experiment = (
-            os.environ.get("MLFLOW_EXPERIMENT_NAME") or read_run_folder(run_dir).spec.recipe
-        )
-        tags = {**_prefect_tags(), **extra_tags}
-        return sync(run_dir, tracking_uri=None, experiment=experiment, extra_tags=tags)
+        return _sync_by_default(run_dir, {**_prefect_tags(), **extra_tags})
     except Exception:  # what is for looking must never end a run
         logger.exception("the run folder %s was not sent to MLflow", run_dir)
         return None
+
+
+def _sync_by_default(run_dir: Path, extra_tags: Mapping[str, str] = NO_TAGS) -> TrackedRun:
+    """Sync with the default store and experiment."""
+    experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or read_run_folder(run_dir).spec.recipe
+    return sync(run_dir, tracking_uri=None, experiment=experiment, extra_tags=extra_tags)
+
+
+def sync_again(folders: Iterable[Path]) -> tuple[list[str], list[str]]:
+    """Send run folders to the default store; return those it has now, and what was not sent.
+
+    Ends at the first that the store does not take, and when `TIME_LIMIT_S` is over: what is left is
+    still found by `unsent_folders` the next time.
+    """
+    sent: list[str] = []
+    deadline = time.monotonic() + TIME_LIMIT_S
+    problems: list[str] = []
+    for folder in folders:
+        if time.monotonic() > deadline:
+            return sent, [*problems, f"{folder.name} and older ones: no time was left"]
+        try:
+            tracked = _sync_by_default(folder)
+        except ArtifactError as error:  # this folder's fault: the others are sent
+            logger.warning("%s was not sent to MLflow: %s", folder.name, error)
+            problems.append(f"{folder.name}: {error}")
+            continue
+        if tracked.problems:
+            return sent, [*problems, *tracked.problems]
+        sent.append(folder.name)
+    return sent, problems
+
+
+def sync_unsent(runs_dir: Path) -> tuple[list[str], list[str]]:
+    """Send the runs of a folder that have a verdict which the store does not have.
+
+    Returns what `sync_again` does. A server that was down has missed them; no flow of theirs runs
+    any more that would send them.
+    """
+    return sync_again(unsent_folders(runs_dir))
 
 
 def _prefect_tags() -> dict[str, str]:

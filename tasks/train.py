@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engines import delays
 from engines.cluster import gather
 from engines.contracts import ArtifactRef, SegmentResult
 from engines.gates.earlier_steps import GATE, earlier_steps
@@ -92,6 +93,7 @@ def train_segment(
         if outcome.record.violations and opened.spec.plan.gates.stop_on_red:
             stopped = outcome
             break
+    opened.require_environment_unchanged()
     return segment_result(ledger, start_step, last_step, trainer.state_digest(), stopped)
 
 
@@ -196,6 +198,15 @@ def take_evidence_seconds(opened: LegSession) -> float:
     return take_seconds() + max(seconds[:num_ranks]) + slowest_engine
 
 
+def _delay_figures(opened: LegSession) -> dict[str, float]:
+    """How often the rollout engines slept since the last update; nothing where none is to sleep."""
+    if not delays.are_asked_for():
+        return {}
+    hosts = opened.rollout_hosts
+    counts = gather([host.run("engines.delays:take_pauses") for host in hosts], what="delays")
+    return {"perf/rollout_delays": float(sum(counts))}
+
+
 def append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> None:
     """Write one update everywhere: ledger, samples, metrics, progress line, the leg's gates."""
     line = ledger.append(outcome.record, outcome.values)
@@ -216,7 +227,11 @@ def append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> No
             _show_first_sample(opened, record.samples)
         append_lines(opened.folder / "samples.jsonl", record.samples)
     # The ledger's own line is part of the evidence, so it cannot hold this figure.
-    metrics = {**record.metrics, "perf/evidence_s": take_evidence_seconds(opened)}
+    metrics = {
+        **record.metrics,
+        **_delay_figures(opened),
+        "perf/evidence_s": take_evidence_seconds(opened),
+    }
     append_lines(
         opened.folder / "metrics.jsonl",
         ({"step": record.step, "update": record.update, "metrics": metrics},),

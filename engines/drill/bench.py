@@ -18,15 +18,17 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from engines.cluster import EngineHandle, gather
 from engines.contracts import ArtifactRef, PromptSet, SampleRequest, TrainSample
 from engines.data import prompt_order
 from engines.drill.fault import Fault, Finding, Outcome
+from engines.environment import require_unchanged
 from engines.gates.layerwise import compare_layers
 from engines.gates.logprobs import LogprobGate
 from engines.host import load
@@ -68,10 +70,13 @@ class Bench:
     """Step -> committed checkpoint; a fault may put another in place of the first."""
     references: dict[tuple[str, ...], Path] = field(default_factory=dict)
     """Overrides -> clean leg of the longest course."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    """What the processes had before the first fault."""
     names: Iterator[int] = field(default_factory=itertools.count)
 
     def prepare(self, weights: ArtifactRef) -> None:
         """Train two steps from the initial weights and keep a checkpoint of each."""
+        self.environment = self._environment()
         self.trainer.load(weights.uri)
         push(self.trainer, self.rollout, version=0, flip=None, keep=None)
         outcomes = steps(
@@ -246,8 +251,7 @@ class Bench:
         self.trainer.load(self.checkpoints[AWAY_STEP].uri)
         self.trainer.ensure_at(start.uri, start.digest)
         write_spec(folder, spec)
-        environment = {"trainer": self.trainer.environment(), "rollout": self.rollout.environment()}
-        write_json(folder / "environment.json", environment)
+        write_json(folder / "environment.json", self._environment())
         ledger = LedgerWriter(
             folder,
             header=LedgerHeader(
@@ -273,6 +277,10 @@ class Bench:
         ):
             ledger.append(outcome.record, outcome.values)
             yield outcome
+        require_unchanged(self.environment, self._environment())
+
+    def _environment(self) -> dict[str, Any]:
+        return {"trainer": self.trainer.environment(), "rollout": self.rollout.environment()}
 
     def _layers(self) -> list[Finding]:
         folder = self._new_leg()

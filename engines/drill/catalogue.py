@@ -447,13 +447,19 @@ _EVIDENCE = (
         name="variable overwritten",
         place="rollout",
         does="the engine's number of threads is another than it was started with",
-        caught=(Catch(by="environment", name="rollout.rollout-0.variables.OMP_NUM_THREADS"),),
+        caught=(
+            _refusal("rollout.rollout-0.variables.OMP_NUM_THREADS was '1'"),
+            Catch(by="environment", name="rollout.rollout-0.variables.OMP_NUM_THREADS"),
+        ),
     ),
     Fault(
         name="switch flipped",
         place="trainer",
         does="torch's deterministic mode was switched off after the start",
-        caught=(Catch(by="environment", name="trainer.torch.deterministic_algorithms"),),
+        caught=(
+            _refusal("trainer.torch.deterministic_algorithms was True"),
+            Catch(by="environment", name="trainer.torch.deterministic_algorithms"),
+        ),
     ),
 )
 

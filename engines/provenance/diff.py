@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from engines.contracts import PROBES
 from engines.provenance.completion_diff import CompletionDifference, first_differing_completion
@@ -24,7 +24,8 @@ from engines.provenance.descent import Divergence, descend, jsonable, without_el
 from engines.provenance.ledger import Ledger, LedgerLine, read_ledger, verify_ledger
 from engines.provenance.verdict import Verdict
 from model_specs.errors import ArtifactError, SpecError
-from model_specs.fingerprint import execution_differences, flattened, spec_differences
+from model_specs.json_text import read_json
+from model_specs.recorded_spec import Part, recorded, recorded_differences, recorded_fields
 from model_specs.run_spec import RunSpec
 
 ACROSS_GROUPS: Mapping[str, tuple[str, ...]] = {"layout": ("reduction",)}
@@ -37,6 +38,10 @@ _NEVER_COMPARED = ("ambient", "fingerprint")
 
 Difference = tuple[str, Any, Any]
 """(field, value in a, value in b)."""
+
+RecordedSpec = Mapping[str, Any]
+"""What spec.json holds, of whatever version."""
+Specs = tuple[RecordedSpec | None, RecordedSpec | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +109,8 @@ def compare_ledgers(
     folder_b: str | Path,
     *,
     across: Sequence[str] = (),
-    spec_a: RunSpec | Mapping[str, Any] | None = None,
-    spec_b: RunSpec | Mapping[str, Any] | None = None,
+    spec_a: RunSpec | RecordedSpec | None = None,
+    spec_b: RunSpec | RecordedSpec | None = None,
     ignoring: Sequence[str] = (),
     verify: bool = False,
 ) -> Comparison:
@@ -148,8 +153,8 @@ def compare_ledgers(
     return replace(
         found,
         identity_differences=differences,
-        plan_differences=spec_differences(*specs, part="plan") if _both(specs) else (),
-        execution_differences=execution_differences(*specs) if _both(specs) else (),
+        plan_differences=_differences(specs, "plan"),
+        execution_differences=_differences(specs, "execution"),
         environment_differences=_environment_differences(folder_a, folder_b),
     )
 
@@ -157,7 +162,7 @@ def compare_ledgers(
 def _compare_lines(
     folders: tuple[Path, Path],
     ledgers: tuple[Ledger, Ledger],
-    specs: tuple[RunSpec | None, RunSpec | None],
+    specs: Specs,
     *,
     notes: list[str],
     ignoring: Sequence[str],
@@ -218,35 +223,29 @@ def _first_probe(a: LedgerLine, b: LedgerLine, ignoring: Sequence[str]) -> str |
     return next((probe for probe in compared if a.roots.get(probe) != b.roots.get(probe)), None)
 
 
-def _last_step(ledgers: tuple[Ledger, Ledger], specs: tuple[RunSpec | None, RunSpec | None]) -> int:
-    planned = [spec.plan.num_steps for spec in specs if spec is not None]
-    return max([ledgers[0].last_step, ledgers[1].last_step, *planned])
+def _last_step(ledgers: tuple[Ledger, Ledger], specs: Specs) -> int:
+    planned = [(spec.get("plan") or {}).get("num_steps") for spec in specs if spec is not None]
+    known = [steps for steps in planned if isinstance(steps, int)]
+    return max([ledgers[0].last_step, ledgers[1].last_step, *known])
 
 
-def _spec(folder: Path, given: RunSpec | Mapping[str, Any] | None) -> RunSpec | None:
-    if isinstance(given, RunSpec):
-        return given
+def _spec(folder: Path, given: RunSpec | RecordedSpec | None) -> RecordedSpec | None:
+    """The spec as JSON: one that this version does not take is still compared with."""
     if given is not None:
-        return RunSpec.model_validate(given)
+        return recorded(given) if isinstance(given, RunSpec) else given
     for path in (folder / "spec.json", folder.parent / "spec.json"):
         if path.is_file():
-            try:
-                return RunSpec.model_validate_json(path.read_bytes())
-            except ValueError as error:
-                raise ArtifactError(f"{path} is not a spec of this version: {error}") from error
+            return read_json(path)
     return None
 
 
-def _both(specs: tuple[RunSpec | None, RunSpec | None]) -> TypeGuard[tuple[RunSpec, RunSpec]]:
-    return specs[0] is not None and specs[1] is not None
+def _differences(specs: Specs, part: Part) -> tuple[Difference, ...]:
+    a, b = specs
+    return () if a is None or b is None else recorded_differences(a, b, part=part)
 
 
-def _identity_differences(
-    a: Ledger, b: Ledger, specs: tuple[RunSpec | None, RunSpec | None]
-) -> tuple[Difference, ...]:
-    found: tuple[Difference, ...] = ()
-    if _both(specs):
-        found = spec_differences(*specs)
+def _identity_differences(a: Ledger, b: Ledger, specs: Specs) -> tuple[Difference, ...]:
+    found = _differences(specs, "trajectory")
     # Specs that are missing, or equal while the ledgers' fingerprints are not, explain nothing.
     return found or (("trajectory", a.header.trajectory, b.header.trajectory),)
 
@@ -256,8 +255,9 @@ def _declared(field: str, across: Sequence[str]) -> bool:
     return any(field == name or field.startswith(f"{name}.") for name in names)
 
 
-def _check_across(across: Sequence[str], specs: tuple[RunSpec | None, RunSpec | None]) -> None:
-    known = [field for spec in specs if spec is not None for field in flattened(spec)]
+def _check_across(across: Sequence[str], specs: Specs) -> None:
+    given = [spec for spec in specs if spec is not None]
+    known = [field for spec in given for field in recorded_fields(spec, part="trajectory")]
     for entry in across:
         if known and not any(_declared(field, (entry,)) for field in known):
             groups = sorted({field.partition(".")[0] for field in known} | set(ACROSS_GROUPS))

@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from engines.contracts import Prompt, Sample
 from engines.delays import pause
@@ -118,8 +120,9 @@ def _score_here(items: Sequence[RewardItem], spec: RewardSpec) -> tuple[list[flo
     return first, second[::-1]
 
 
-def _checked(value: float, item: RewardItem, spec: RewardSpec) -> float:
+def _checked(value: Any, item: RewardItem, spec: RewardSpec) -> float:
     """Return the reward as a float32 value."""
+    _require_number(value, item, spec)
     if not spec.low <= value <= spec.high:  # also refuses NaN
         kind = "" if math.isfinite(value) else "; rewards are finite numbers"
         raise EngineError(
@@ -129,6 +132,14 @@ def _checked(value: float, item: RewardItem, spec: RewardSpec) -> float:
         )
     rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return rounded
+
+
+def _require_number(value: object, item: RewardItem, spec: RewardSpec) -> None:
+    if not isinstance(value, numbers.Real):
+        raise EngineError(
+            f"reward {spec.name!r} of sample {item.request_id} returned a "
+            f"{type(value).__name__} ({value!r}), not a number"
+        )
 
 
 def _require_equal(

@@ -1,12 +1,13 @@
 """Tonight's baseline is found through MLflow's tags: the explicit one, or the last green night.
 
-Against a real SQLite store; the run folders are synthetic.
+Against a real SQLite store, and while a server is down; the run folders are synthetic.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from engines.contracts import StepRecord
 from engines.provenance.digest import digest_floats
 from engines.provenance.ledger import LedgerHeader, LedgerWriter
 from engines.runs import read_spec
-from model_specs.errors import LockstepError, SpecError
+from flows.console import show_sync
+from model_specs.errors import ArtifactError, LockstepError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.overrides import apply_overrides
 from model_specs.recipes.tiny_cpu import recipe
@@ -26,8 +28,9 @@ from tasks.baseline import (
     set_baseline,
     unset_baseline,
 )
-from tasks.nights import baseline_row
-from tasks.tracking import sync_quietly
+from tasks.nights import baseline_row, commit_of_this_code
+from tasks.run_folders import unsent_folders
+from tasks.tracking import default_tracking_uri, find_runs, sync_quietly, sync_unsent
 
 DEVICE = "cpu/x86_64"
 
@@ -52,7 +55,7 @@ def make_night(
     for step in (0, 1):
         digests = {"weights": {"w": digest_floats("w", [weight * step])}}
         ledger.append(StepRecord(step=step, update=step - 1, digests=digests))
-    night = {"device_class": DEVICE, "first_suspect": None}
+    night = {"device_class": DEVICE, "first_suspect": None, "commit": commit_of_this_code()}
     (folder / "verdict.json").write_text(
         json.dumps({"verdict": verdict, "chain_digest": ledger.chain, "night": night})
     )
@@ -101,6 +104,53 @@ def test_the_last_green_night_of_the_same_trajectory_is_the_baseline(runs_dir: P
     assert "the folders of night-2 are gone" in baseline_of(tonight).note
 
 
+def edit_spec(folder: Path, change: Callable[[Any], None]) -> None:
+    """What spec.json is to a version that has other fields than the one that wrote it."""
+    values = json.loads((folder / "spec.json").read_text())
+    change(values)
+    (folder / "spec.json").write_text(json.dumps(values))
+
+
+@pytest.mark.timeout(120)
+def test_a_night_is_compared_with_one_whose_execution_and_plan_fields_are_gone(
+    runs_dir: Path,
+) -> None:
+    before = make_night(runs_dir, "night-1", "Identical")
+    tonight = make_night(runs_dir, "tonight", "none yet")
+
+    def change(values: Any) -> None:
+        values["execution"]["retired"] = 3
+        values["plan"]["retired"] = True
+
+    edit_spec(before, change)
+    with pytest.raises(ArtifactError, match=r"night-1/spec\.json .*execution\.retired: Extra"):
+        read_spec(before)
+    found = baseline_row(tonight)
+    assert (found.name, str(found.verdict)) == ("tonight = night-1", "Identical")
+    assert [str(suspect) for suspect in found.suspects] == [
+        "execution execution.retired: 3 -> <no such field>",
+        "plan plan.retired: True -> <no such field>",
+    ]
+    assert explicit_baselines(runs_dir) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_night_before_which_a_trajectory_field_went_says_so(runs_dir: Path) -> None:
+    before = make_night(runs_dir, "night-1", "Identical", "seeds.root=7")
+    tonight = make_night(runs_dir, "tonight", "none yet")
+
+    def change(values: Any) -> None:
+        values["optimizer"]["retired"] = 0.5
+        values["schema_version"] = 0
+
+    edit_spec(before, change)
+    found = baseline_row(tonight)
+    assert found.verdict is None
+    assert "since night-1 the trajectory has changed" in found.summary
+    assert "optimizer.retired: 0.5 -> '<no such field>'; schema_version: 0 -> 1" in found.summary
+    assert "seeds.root: 7 -> 1234" in found.summary
+
+
 @pytest.mark.timeout(120)
 def test_an_explicit_baseline_wins_and_says_what_it_undoes(runs_dir: Path) -> None:
     first = make_night(runs_dir, "night-1", "Identical")
@@ -136,11 +186,97 @@ def test_an_explicit_baseline_wins_and_says_what_it_undoes(runs_dir: Path) -> No
     assert str(baseline_row(tonight).verdict) == "Incomparable"
 
 
-def test_a_store_that_cannot_be_read_makes_the_night_red(
+DOWN = "http://127.0.0.1:9"
+
+
+@pytest.mark.timeout(240)
+def test_while_the_store_is_down_the_run_folders_answer(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_night(runs_dir, "night-1", "Identical")
+    second = make_night(runs_dir, "night-2", "Identical")
+    make_night(runs_dir, "night-3", "Diverged", weight=2.0)
+    tonight = make_night(runs_dir, "tonight", "none yet")
+    other = make_night(runs_dir, "other", "none yet", "seeds.root=7")
+    set_baseline(first, reason="it is right")
+    for folder in (tonight, other):
+        (folder / "verdict.json").unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", DOWN)
+        explicit = baseline_row(tonight)
+        assert (explicit.name, str(explicit.verdict)) == ("tonight = night-1", "Identical")
+        assert "because: it is right, found by its folder since MLflow cannot be read" in (
+            explicit.summary
+        )
+        changed = baseline_row(other)
+        assert changed.verdict is None
+        assert "MLflow cannot be read, so the run folders alone were searched" in changed.summary
+        assert "seeds.root: 1234 -> 7" in changed.summary
+    unset_baseline(first)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", DOWN)
+    found = baseline_row(tonight)
+    assert (found.name, str(found.verdict)) == (f"tonight = {second.name}", "Identical")
+    assert found.suspects == ()
+
+
+def test_a_night_is_red_where_neither_store_nor_folders_say_what_to_compare_with(
     runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tonight = make_night(runs_dir, "tonight", "Identical")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", DOWN)
     found = baseline_row(tonight)
     assert str(found.verdict) == "Incomparable"
     assert "the baseline was not found" in found.summary
+    assert "has no other night of tiny_cpu" in found.summary
+
+
+@pytest.mark.timeout(240)
+def test_what_the_store_missed_is_sent_before_the_next_night_is_compared(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_night(runs_dir, "night-1", "Identical")
+    uri = default_tracking_uri(first)
+    with monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", DOWN)
+        second = make_night(runs_dir, "night-2", "Identical")
+    assert unsent_folders(runs_dir) == [second]
+    # Without the store's knowledge the folder still is the last green night.
+    assert baseline_of(first).run_id == "night-2"
+    assert "found by its folder since MLflow does not have it" in baseline_of(first).note
+
+    tonight = make_night(runs_dir, "tonight", "none yet")
+    (tonight / "verdict.json").unlink()
+    found = baseline_row(tonight)
+    assert (found.name, str(found.verdict)) == ("tonight = night-2", "Identical")
+    assert "found by its folder" not in found.summary
+    nights = find_runs(uri, "tiny_cpu", {"lockstep.verdict": "Identical"})
+    assert [run.tags["lockstep.run_id"] for run in nights] == ["night-2", "night-1"]
+    assert unsent_folders(runs_dir) == []
+
+    # What was sent is left alone, and a verdict that changed since is sent again.
+    with monkeypatch.context() as patch:
+        patch.setattr("tasks.tracking.sync", None)
+        assert sync_unsent(runs_dir) == ([], [])
+    details = json.loads((first / "verdict.json").read_text())
+    (first / "verdict.json").write_text(json.dumps({**details, "verdict": "Diverged"}))
+    assert sync_unsent(runs_dir) == (["night-1"], [])
+
+
+@pytest.mark.timeout(120)
+def test_a_folder_that_cannot_be_sent_is_named_and_costs_the_others_nothing(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", DOWN)
+        make_night(runs_dir, "night-1", "Identical")
+        broken = make_night(runs_dir, "night-2", "Identical")
+        with pytest.raises(LockstepError, match="did not take everything of run night-2"):
+            show_sync(None, runs_dir=runs_dir, as_json=False)
+    edit_spec(broken, lambda values: values.update(retired=1))
+    capsys.readouterr()
+    with pytest.raises(LockstepError, match=r"night-2: .* is not a readable RunSpec"):
+        show_sync(None, runs_dir=runs_dir, as_json=True)
+    assert json.loads(capsys.readouterr().out)["sent"] == ["night-1"]
+    assert show_sync("night-1", runs_dir=runs_dir, as_json=False) == 0
+    assert capsys.readouterr().out == "sent: night-1\n"

@@ -17,7 +17,7 @@ from engines.provenance.digest import CHAIN_START
 from engines.provenance.ledger import extend_chain, roots_of
 
 CHECKER = Path(__file__).resolve().parents[2] / "tools" / "check_run.py"
-READ = ("ledger.jsonl", "spec.json", "samples.jsonl", "digests", "samples")
+READ = ("ledger.jsonl", "spec.json", "environment.json", "samples.jsonl", "digests", "samples")
 
 Edit = Callable[[Path], None]
 
@@ -33,6 +33,7 @@ def copied(twin_folder: Path, tmp_path: Path) -> Path:
             (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target / name)
         kept = Path("tensors", "step-000002-0")
         shutil.copytree(twin_folder / leg / kept, target / kept)
+    shutil.copyfile(twin_folder / "verdict.json", tmp_path / "twin" / "verdict.json")
     return tmp_path / "twin"
 
 
@@ -123,6 +124,53 @@ def change_tensor(folder: Path) -> None:
     path.write_bytes(bytes(content))
 
 
+def keep_lines(number: int) -> Edit:
+    """Leave leg b the first lines of its ledger alone."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "b" / "ledger.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        path.write_text("".join(lines[:number]), encoding="utf-8")
+
+    return edit
+
+
+def without_verdict(edit: Edit) -> Edit:
+    """The same where no verdict says how the legs ended."""
+
+    def both(folder: Path) -> None:
+        (folder / "verdict.json").unlink()
+        edit(folder)
+
+    return both
+
+
+def drop_row(folder: Path) -> None:
+    path = folder / "a" / "samples.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[:40] + lines[41:]), encoding="utf-8")
+
+
+def drop_probes(*probes: str) -> Edit:
+    """Take probes out of line 0 of leg b, in a ledger that is whole in itself."""
+
+    def edit(folder: Path) -> None:
+        edit_json(
+            folder / "b" / "digests" / "step-000000--1.json",
+            lambda digests: [digests.pop(probe) for probe in probes],
+        )
+        written_again(folder / "b")
+
+    return edit
+
+
+def drop_advantages(folder: Path) -> None:
+    """Leg a trains on no sample of step 2: nothing to derive, and nothing to agree with."""
+    for name in ("digests/step-000002-0.json", "samples/step-000002.json"):
+        edit_json(folder / "a" / name, lambda probes: probes["advantages"].clear())
+    written_again(folder / "a")
+
+
 EDITS: dict[str, tuple[Edit, str]] = {
     "one reward": (change_value("rewards"), "WRONG sample digests at b step 2 update 0 rewards"),
     "one log-prob": (
@@ -132,12 +180,30 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "one completion": (change_completion, "WRONG rewards at a step 2 update 0 2/"),
     "the gate's figure": (
         change_metric,
-        "WRONG gate figures at a step 1 update 0 logprob_abs_diff/max",
+        "WRONG gate figures at a step 1 update 0 gate/logprob_abs_diff/max",
     ),
     "one chain line": (change_chain, "WRONG chain at a step 1 update 0"),
     "one commitment": (change_commitment, "WRONG blind commitments at a step 1 update 0"),
     "the formula of advantages": (change_spec, "WRONG advantages at a step 1 update 0 1/"),
     "one digest": (change_digest, "WRONG roots at a step 1 update 0 weights"),
+    "the samples' table": (
+        lambda folder: (folder / "a" / "samples.jsonl").write_text(""),
+        "WRONG names at a step 1 update 0 samples.jsonl",
+    ),
+    "one row of it": (drop_row, "WRONG names at a step 2 update 0 samples.jsonl"),
+    "a ledger without its last step": (keep_lines(-2), "WRONG ends at b"),
+    "a ledger with its header alone": (keep_lines(1), "WRONG ends at b"),
+    "the same without a verdict": (
+        without_verdict(keep_lines(-2)),
+        "WRONG ends at b: recorded 8, derived 7",
+    ),
+    "a leg": (
+        lambda folder: shutil.rmtree(folder / "b"),
+        "WRONG ledgers at {folder}: recorded ['b'], derived []",
+    ),
+    "what was received": (drop_probes("received"), "WRONG probes at b step 0 update -1"),
+    "all of a push": (drop_probes("sent", "received"), "WRONG probes at b step 0 update -1"),
+    "all advantages": (drop_advantages, "WRONG advantages at a step 2 update 0 2/"),
     "one kept tensor": (change_tensor, "WRONG kept tensors at b step 2 update 0 weights "),
 }
 
@@ -156,7 +222,8 @@ def test_a_real_twin_agrees_in_everything_that_is_derived(copied: Path) -> None:
     assert counts["rewards"] == counts["advantages"] == 2 * 8 * 32
     assert counts["chain"] == 2 * 9
     assert counts["gate figures"] == 2 * 2 * 8
-    assert counts["legs"] == 9 * 13
+    assert counts["legs"] == 3 + 8 * 13
+    assert (counts["ends"], counts["probes"]) == (2, 2 * 9)
     assert counts["kept tensors"] > 200
 
 
@@ -166,7 +233,16 @@ def test_an_edit_is_named_with_its_place(copied: Path, name: str) -> None:
     edit, message = EDITS[name]
     edit(copied)
     done = check(copied)
-    assert (done.returncode, done.stderr.startswith(message)) == (1, True), done.stderr
+    wanted = message.format(folder=copied)
+    assert (done.returncode, done.stderr.startswith(wanted)) == (1, True), done.stderr
+
+
+@pytest.mark.slow
+def test_one_leg_is_said_to_be_one(copied: Path) -> None:
+    without_verdict(lambda folder: shutil.rmtree(folder / "b"))(copied)
+    done = check(copied)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("; one leg: equality not checked\n")
 
 
 def with_other_weights(leg: Path) -> None:
@@ -175,6 +251,11 @@ def with_other_weights(leg: Path) -> None:
         leg / "digests" / "step-000000--1.json",
         lambda digests: digests["weights"].update({"model.norm.weight": "0" * 32}),
     )
+    written_again(leg)
+
+
+def written_again(leg: Path) -> None:
+    """The ledger as its digests say, and a verdict that knows its end."""
     header, *lines = (leg / "ledger.jsonl").read_text(encoding="utf-8").splitlines()
     chain, rows = CHAIN_START, []
     for row in map(json.loads, lines):
@@ -184,6 +265,10 @@ def with_other_weights(leg: Path) -> None:
             row["chain"] = chain = extend_chain(chain, row["roots"])
         rows.append(json.dumps(row))
     (leg / "ledger.jsonl").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    edit_json(
+        leg.parent / "verdict.json",
+        lambda verdict: verdict["legs"][leg.name].update(chain_digest=chain),
+    )
 
 
 @pytest.mark.slow

@@ -174,7 +174,16 @@ def test_the_two_halves_of_a_run_work_alone_on_the_command_line(lockstep: Comman
     assert drawn.code == 0, drawn
     assert "2 steps were drawn and nothing was trained" in drawn.stdout
     leg = lockstep.runs_dir / "drawn" / "a"
-    assert [dump.drawn.step for dump in read_dumps(leg)] == [1, 2]
+    dumps = read_dumps(leg)
+    assert [dump.drawn.step for dump in dumps] == [1, 2]
+    # The rewards are there: of every sample in the dump, and their mean where people look.
+    rows = (leg / "metrics.jsonl").read_text().splitlines()
+    for dump, row in zip(dumps, rows, strict=True):
+        rewards = dump.drawn.rewards
+        mean = json.loads(row)["metrics"]["reward/mean"]
+        assert len(rewards) == len(dump.drawn.samples) == 32
+        assert mean == math.fsum(rewards) / len(rewards) > 0
+        assert f"a {dump.drawn.step}/2 reward {mean:.2f} " in drawn.stdout
     assert not (leg / "ledger.jsonl").exists()
     first = dump_path(leg, 1)
     trained = lockstep("run", "tiny_cpu", "--train-only", str(first), "--run-id", "trained", *SHORT)

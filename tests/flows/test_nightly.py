@@ -74,6 +74,11 @@ def test_leg_b_was_really_run_under_what_was_declared(first_night: Night) -> Non
         assert process["temporary_folder"] != a["trainer"]["ambient"]["temporary_folder"]
         assert process["time_zone"] != a["trainer"]["ambient"]["time_zone"]
     assert (a["trainer"]["torch"]["threads"], b["trainer"]["torch"]["threads"]) == (1, 2)
+    # Before each forward of each engine: a completion has that many at least.
+    slept = {name: first_step(first_night.folder / name) for name in "ab"}
+    assert "perf/rollout_delays" not in slept["a"]
+    longest = slept["b"]["rollout/response_length/max"]
+    assert slept["b"]["perf/rollout_delays"] >= longest > 1
     # Sixty-four rewards (each is computed twice) of up to 10 ms each.
     seconds = {name: first_step(first_night.folder / name)["perf/reward_s"] for name in "ab"}
     assert seconds["b"] > seconds["a"] + 0.1

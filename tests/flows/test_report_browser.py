@@ -20,6 +20,7 @@ from engines.provenance.diff import compare_ledgers
 from engines.provenance.lock import LockRow, append_row
 from engines.runs import write_json
 from model_specs.fingerprint import trajectory_fingerprint
+from model_specs.json_text import read_json
 from model_specs.registry import load_recipe
 from tasks.compared_amounts import compared_amounts
 from tasks.html_report import render
@@ -169,6 +170,19 @@ def test_the_same_files_give_the_same_page_and_the_same_plots(
         assert first == second
         assert first.startswith(b"\x89PNG")
         assert b"Software" not in first
+
+
+def test_the_page_holds_nothing_that_runs_of_the_same_bits_do_not_share(
+    page_file: Path, tmp_path: Path
+) -> None:
+    folder, details = diverged_run(tmp_path / "diverged")
+    for leg in "ab":
+        lock = read_json(folder / leg / "lock.json")
+        for row in lock["rows"]:
+            row["attempt"], row["ambient"]["seconds"] = 2, 73.25
+        write_json(folder / leg / "lock.json", lock)
+        (folder / leg / "metrics.jsonl").write_text('{"step": 1, "metrics": {"perf/step_s": 9}}')
+    assert render(folder, details) == page_file.read_text()
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from engines.cluster import gather
 from engines.loop import sample_requests
 from engines.provenance.diff import compare_ledgers
 from engines.provenance.digest import digest_floats
 from engines.provenance.ledger import read_ledger
 from engines.provenance.side_files import read_digests, read_values
 from engines.provenance.verdict import Verdict
+from model_specs.errors import EngineError
 from model_specs.recipes.tiny_cpu import LEARNING_THRESHOLD
 from tests.flows.conftest import Runner
 
@@ -110,6 +112,34 @@ def test_runs_of_other_trajectories_are_incomparable_with_the_field_named(
     assert found.identity_differences == (("seeds.root", 1234, 2),)
     declared = compare_ledgers(reference, folder, across=("seeds",))
     assert declared.verdict is Verdict.DIVERGED
+
+
+@pytest.mark.parametrize(
+    ("breaker", "said"),
+    [
+        (
+            "in_rollout:variable_overwritten",
+            r"rollout-0\.variables\.OMP_NUM_THREADS was '1' .* '7'",
+        ),
+        (
+            "in_trainer:switch_flipped",
+            r"trainer\.torch\.deterministic_algorithms was True .* False",
+        ),
+    ],
+)
+def test_what_was_changed_in_an_engine_during_a_segment_ends_it(
+    runner: Runner, breaker: str, said: str
+) -> None:
+    opened, live = runner.opened, "engines.drill.live:"
+    is_rollout = breaker.startswith("in_rollout")
+    (host,) = opened.rollout_hosts if is_rollout else opened.trainer_hosts
+    gather([host.on_engine(f"{live}start_fault", f"engines.drill.{breaker}")], what="fault")
+    try:
+        with pytest.raises(EngineError, match=said):
+            runner.run(steps=1)
+    finally:
+        gather([host.on_engine(f"{live}end_fault")], what="end of the fault")
+    runner.run(steps=1)
 
 
 @pytest.mark.parametrize("root", [1, 2, 3])

@@ -13,6 +13,8 @@ from engines.drill.catalogue import FAULTS
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "public-fault-reports.md"
+KNOWN = Path(__file__).with_name("public_fault_reports.txt")
+"""One report a line; what is struck from the page must be struck here as well."""
 KIND = re.compile(r"(impossible|refused|caught|there)\b|(not met|partly)\b.*: .+")
 """What is not met, or met in part, has a reason."""
 
@@ -54,6 +56,18 @@ def missing(holder: str) -> str | None:
     return None if node[2] in functions else f"no test {node[2]} in tests/{node[1]}"
 
 
+def identifiers(names: str) -> list[str]:
+    """`vllm#1, #2` names two reports of vLLM; a name without a number is one of its own."""
+    found, repository = [], ""
+    for part in names.split(", "):
+        before, sign, number = part.partition("#")
+        if not sign:
+            return [names]
+        repository = before or repository
+        found.append(f"{repository}#{number}")
+    return found
+
+
 ROWS = reports(PAGE.read_text(encoding="utf-8"))
 
 
@@ -67,6 +81,16 @@ def test_the_page_says_how_many_reports_there_are_and_names_each_once() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.splitlines()[2].startswith(f"{len(ROWS)} reports")
     assert len({report.names for report in ROWS}) == len(ROWS) > 80
+
+
+def test_no_known_report_is_missing_from_the_page() -> None:
+    found = [name for report in ROWS for name in identifiers(report.names)]
+    known = KNOWN.read_text(encoding="utf-8").splitlines()
+    assert sorted(set(found)) == known
+    assert identifiers("vllm#5543, #40896, sglang#34683") == [
+        *("vllm#5543", "vllm#40896", "sglang#34683")
+    ]
+    assert identifiers("verl, determinism documentation") == ["verl, determinism documentation"]
 
 
 @pytest.mark.parametrize(

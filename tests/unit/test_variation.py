@@ -8,7 +8,7 @@ import time
 import pytest
 
 from engines.contracts import Sample
-from engines.delays import pause
+from engines.delays import pause, take_pauses
 from engines.plan import segment_stops, with_middle_checkpoint
 from engines.rewards import score_samples
 from model_specs.errors import SpecError
@@ -68,13 +68,16 @@ def test_delays_sleep_where_asked_and_touch_no_other_generator(
     before = random.getstate()
     monkeypatch.delenv(DELAYS_VARIABLE, raising=False)
     began = time.perf_counter()
+    take_pauses()
     for _ in range(200):
         pause()
+    assert take_pauses() == 0
     assert time.perf_counter() - began < 0.1
     monkeypatch.setenv(DELAYS_VARIABLE, "11,20")
     began = time.perf_counter()
     for _ in range(20):
         pause()
+    assert (take_pauses(), take_pauses()) == (20, 0)
     assert time.perf_counter() - began > 0.05
     assert random.getstate() == before
     monkeypatch.setenv(DELAYS_VARIABLE, "often")

@@ -42,6 +42,23 @@ def test_chosen_logprobs_are_what_a_sampler_reports(temperature, dtype, same_bit
     assert same_bits(chosen_logprobs(logits, ids, temperature=temperature), sampled)
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_all_tokens_together_have_probability_one_at_any_temperature(temperature, dtype):
+    hidden, weight, _ = head_inputs(4, dtype)
+    logits = linear(hidden, weight)
+    every = [
+        chosen_logprobs(logits, torch.full((4,), token), temperature=temperature)
+        for token in range(VOCABULARY)
+    ]
+    found = torch.stack(every, 1)
+    # Those of the whole vocabulary, once each: of any part of it, such as a top-k, less than one.
+    assert (found <= 0).all()
+    total = found.double().exp().sum(1)
+    assert torch.allclose(total, torch.ones_like(total), rtol=0, atol=1e-5)
+    expected = (logits.double() / temperature).log_softmax(1)
+    assert torch.allclose(found.double(), expected, rtol=0, atol=1e-4)
+
+
 def test_temperature_divides_as_float32_division(same_bits):
     logits = torch.randn(8, VOCABULARY)
     divided = torch.from_numpy(logits.numpy() / np.float32(0.7))

@@ -27,7 +27,7 @@ from engines.provenance.side_files import drop_old_tensors
 from engines.provenance.verdict import Verdict
 from flows.difference import completion_lines, histogram_lines
 from model_specs.errors import ArtifactError, CheckpointError
-from model_specs.fingerprint import execution_differences, trajectory_fingerprint
+from model_specs.fingerprint import MISSING, trajectory_fingerprint
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
 from tests.unit.provenance.test_diff import flip_tensor, write_leg
@@ -157,7 +157,34 @@ def test_only_what_differs_is_listed_and_across_still_finds_the_first_probe(
     ]
     assert found.plan_differences == (("plan.num_steps", 8, 3),)
     assert found.execution_differences == (("execution.rollout_engines", 1, 2),)
-    assert execution_differences(spec, spec) == ()
+
+
+def test_specs_that_this_version_does_not_take_are_compared_all_the_same(tmp_path: Path) -> None:
+    spec = load_recipe("tiny_cpu")
+    values = spec.model_dump(mode="json")
+    values["execution"]["gone"] = 3
+    values["plan"]["gone"] = values.pop("trainer_options")
+    a, b = write_leg(tmp_path / "r1" / "a"), write_leg(tmp_path / "r2" / "a")
+    (a.parent / "spec.json").write_text(json.dumps(values))
+    (b.parent / "spec.json").write_text(spec.model_dump_json())
+    found = compare_ledgers(a, b)
+    assert (found.verdict, found.identity_differences) == (Verdict.IDENTICAL, ())
+    assert ("plan.gone.lora", False, MISSING) in found.plan_differences
+    assert found.execution_differences[0] == ("execution.gone", 3, MISSING)
+    assert ("trainer_options.lora", MISSING, False) in found.execution_differences
+
+    values["optimizer"]["gone"] = 0.5
+    values["schema_version"] = 0
+    (a.parent / "spec.json").write_text(json.dumps(values))
+    c = write_leg(tmp_path / "r2" / "c", trajectory="another")
+    found = compare_ledgers(a, c)
+    assert found.verdict is Verdict.INCOMPARABLE
+    assert found.identity_differences == (
+        ("optimizer.gone", 0.5, MISSING),
+        ("schema_version", 0, 1),
+    )
+    declared = compare_ledgers(a, c, across=("optimizer.gone", "schema_version"))
+    assert declared.verdict is Verdict.IDENTICAL
 
 
 def test_with_the_ledger_alone_the_probe_is_found_and_the_rest_is_said_to_be_elsewhere(

@@ -70,6 +70,16 @@ def test_a_reward_outside_of_its_range_is_refused(
         score_samples([_sample("5")], {"train-0": "5"}, DIGITS)
 
 
+@pytest.mark.parametrize("value", [None, {"score": 1.0}, "1.0"])
+def test_a_shipped_reward_that_is_no_number_names_the_sample(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(rewards.REWARDS, "digits", lambda *args, **kwargs: value)
+    kind = type(value).__name__
+    with pytest.raises(EngineError, match=rf"sample 1/train-0/0 returned a {kind} \("):
+        score_samples([_sample("5")], {"train-0": "5"}, DIGITS)
+
+
 def test_a_reward_that_comes_out_differently_again_is_diverged_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -172,6 +172,9 @@ def test_a_row_that_one_trainer_lacks_refuses_that_one_alone(
 def test_unknown_options_and_trainers_are_refused_never_dropped() -> None:
     with pytest.raises(SpecError, match=r"no field 'trainer_options\.tensor_parralel'"):
         apply_overrides(recipe(), ("trainer_options.tensor_parralel=2",))
+    # No trainer and no engine has it, so there is not even a row that refuses it.
+    with pytest.raises(SpecError, match=r"no field 'trainer_options\.sequence_parallel'"):
+        apply_overrides(recipe(), ("trainer_options.sequence_parallel=true",))
     with pytest.raises(SpecError, match="trainer"):
         apply_overrides(recipe(), ("trainer=deepspeed",))
 
