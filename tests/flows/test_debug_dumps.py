@@ -109,8 +109,22 @@ def test_a_dump_reads_back_with_the_bits_it_was_written_with(dumped: Path, tmp_p
 
 @pytest.mark.slow
 def test_a_dump_of_another_batch_is_refused_with_both_numbers(runner: Runner, dumped: Path) -> None:
-    with pytest.raises(SpecError, match=r"4 prompts and 32 samples, but a step .* 4 and 16"):
+    with pytest.raises(SpecError, match=r"4 prompts and 32 samples, .* but a step .* 4 and 16, "):
         replayed(runner, dumped, "sampling.samples_per_prompt=4")
+
+
+@pytest.mark.slow
+def test_a_dump_of_dynamic_sampling_replays_to_the_roots_of_its_run(runner: Runner) -> None:
+    oversampled = "sampling.oversample=2"
+    whole = runner.run("plan.dump_rollouts=true", oversampled, steps=1)
+    again = replayed(runner, whole, oversampled)
+    ours, theirs = update(again, 1).roots, update(whole, 1).roots
+    assert ours == {probe: theirs[probe] for probe in theirs if probe != "received"}
+    found = compare_ledgers(whole, again, ignoring=NOT_REPLAYED, verify=True)
+    assert (found.verdict, found.common_steps) == (Verdict.IDENTICAL, 1)
+    # As many prompts and samples, of which others are trained on.
+    with pytest.raises(SpecError, match=r"64 samples, 32 of them .* 8 and 64, 64 of them"):
+        replayed(runner, whole, "data.prompts_per_step=8")
 
 
 @pytest.mark.slow
