@@ -42,7 +42,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("rollout-only/tiny-cpu", {"recipe": "tiny"}, "request.recipe"),
     ("rollout-only/tiny-cpu", {**TINY, "dump": "x"}, "dump"),
     ("train-only/dump", TINY, "'dump'"),
-    ("train-only/dump", {"dump": "x"}, "request"),
+    ("train-only/dump", {**TINY, "recipe_path": "a.py:b", "dump": "x"}, "recipe_path"),
+    ("train-only/dump", {"recipe": "tiny", "dump": "x"}, "request.recipe"),
     ("compare/two-runs", {"runs": ["one"]}, "request.runs"),
     ("compare/two-runs", {"runs": ["one", "two"], "tags": {"recipe": "r"}}, "request"),
     ("compare/two-runs", {"tags": {}}, "request.tags"),
@@ -56,6 +57,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     ("export/checkpoint", {"run": "run", "out": "folder"}),
     ("rollout-only/tiny-cpu", TINY),
     ("train-only/dump", {**TINY, "dump": "runs/drawn/a"}),
+    ("train-only/dump", {"dump": "runs/drawn/a", "overrides": {"plan.num_steps": 4}}),
     ("compare/two-runs", {"tags": {"recipe": "tiny_cpu"}}),
 ]
 """Deployment, and a request that it takes."""

@@ -135,7 +135,7 @@ def test_a_flipped_leg_is_not_reproduced_and_the_other_one_is(
     assert ended.code == 10, ended
     found = json.loads(ended.stdout)
     assert [row["reproduces"] for row in found["replays"]] == [True, False]
-    assert [row["start_step"] for row in found["replays"]] == [0, 0]
+    assert [row["start_step"] for row in found["replays"]] == [1, 1]
     parted = found["replays"][1]["against_record"]["first"]
     first = found["first"]
     assert (parted["step"], parted["probe"], parted["name"]) == (2, "grads", first["name"])
