@@ -288,10 +288,8 @@ def verify(
     from flows.verify_lock import verify_lock
 
     if segment is None:
-        return finish(
-            lambda: verify_lock(lock=run, leg=leg, runs_dir=str(runs_dir), return_state=True), json
-        )
-
+        lock = run_request.asked(run_request.VerifyLockRequest, lock=run, leg=leg)
+        return finish(lambda: verify_lock(lock, runs_dir=str(runs_dir), return_state=True), json)
     wanted = run_request.asked(run_request.VerifyRequest, run=run, segment=segment, leg=leg)
     return finish(lambda: verify_flow(wanted, runs_dir=str(runs_dir), return_state=True), json)
 

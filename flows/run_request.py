@@ -43,6 +43,9 @@ RunName = Annotated[str, Field(pattern=r"^[^@]+$")]
 RunAtStep = Annotated[str, Field(pattern=r"^[^@]+(@[0-9]+)?$")]
 """A run and one of its checkpoints, `RUN@STEP`; the newest of them as `RUN`."""
 
+LockName = Annotated[str, Field(pattern=r"^([^@]+|.*lock\.json)$")]
+"""Name or folder of a run, or a `lock.json`."""
+
 Leg = Annotated[str, Field(pattern=r"^\w+$")]
 """Name of a leg of a run, such as `a`."""
 
@@ -253,6 +256,29 @@ class VerifyRequest(Frozen):
     def describe(self) -> str:
         """Return what is verified in a few words."""
         return f"{self.run} segment {self.segment}"
+
+
+class VerifyLockRequest(Frozen):
+    """A locked pipeline whose stages are all run again."""
+
+    lock: LockName
+    """A run, or a `lock.json` with its `spec.json` beside it."""
+    leg: Leg = "a"
+
+    def describe(self) -> str:
+        """Return what is verified in a few words."""
+        return f"{self.lock} leg {self.leg}"
+
+
+class GatesRequest(Frozen):
+    """The newest checkpoint of a leg, at which the gates are run."""
+
+    run: RunName
+    leg: Leg = "a"
+
+    def describe(self) -> str:
+        """Return what is judged in a few words."""
+        return f"{self.run} leg {self.leg}"
 
 
 class TrainOnlyRequest(Request):
