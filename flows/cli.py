@@ -43,7 +43,7 @@ Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSO
 
 @app.command
 def run(
-    recipe: str,
+    recipe: str | None = None,
     *,
     twin: Annotated[bool, Parameter(negative=())] = False,
     inject_flip: str | None = None,
@@ -61,7 +61,8 @@ def run(
     Parameters
     ----------
     recipe
-        Name of a shipped recipe, or an own one as FILE.py:function or my_pkg.mod:function.
+        Name of a shipped recipe, or an own one as FILE.py:function or my_pkg.mod:function. Only
+        --train-only does without: it takes the spec of the leg that has the dump.
     twin
         Run two complete, independent legs and compare them.
     inject_flip
@@ -83,9 +84,12 @@ def run(
         raise SpecError("--rollout-only and --train-only are runs of their own: give one alone")
     if device is not None:
         set_ = (*set_, f"execution.device={device}")
-    if dry_run:
-        return dry.show_plan(recipe, set_, twin=twin, as_json=json)
-    dry.check(recipe, set_, inject_flip)
+    if recipe is not None:
+        if dry_run:
+            return dry.show_plan(recipe, set_, twin=twin, as_json=json)
+        dry.check(recipe, set_, inject_flip)
+    elif train_only is None:
+        raise SpecError("no RECIPE is given; only --train-only takes its spec from elsewhere")
     prepare_process(json)
     from flows import run_request
 
@@ -98,15 +102,24 @@ def run(
         wanted = run_request.TwinRequest(**asked, inject_flip=flip)
         return finish(lambda: twin_flow(wanted, **place), json)
     if rollout_only or train_only is not None:
-        from flows import halves
-
-        if train_only is None:
-            return finish(lambda: halves.rollout_only(run_request.Request(**asked), **place), json)
-        replay = run_request.TrainOnlyRequest(**asked, dump=str(train_only))
-        return finish(lambda: halves.train_only(replay, **place), json)
+        return run_half(asked, place, dump=train_only, as_json=json)
     from flows.train import train
 
     return finish(lambda: train(run_request.TrainRequest(**asked), **place), json)
+
+
+def run_half(
+    asked: dict[str, Any], place: dict[str, Any], *, dump: Path | None, as_json: bool
+) -> int:
+    """Run one half of the steps alone: their rollouts, or with a dump their training."""
+    from flows import halves, run_request
+
+    if dump is None:
+        wanted = run_request.Request(**asked)
+        return finish(lambda: halves.rollout_only(wanted, **place), as_json)
+    replay = run_request.TrainOnlyRequest(**asked, dump=str(dump))
+    halves.replayed(replay)  # a mistake is refused at once, before a server is started
+    return finish(lambda: halves.train_only(replay, **place), as_json)
 
 
 @app.command
@@ -277,10 +290,8 @@ def verify(
     from flows.verify_lock import verify_lock
 
     if segment is None:
-        return finish(
-            lambda: verify_lock(lock=run, leg=leg, runs_dir=str(runs_dir), return_state=True), json
-        )
-
+        lock = run_request.asked(run_request.VerifyLockRequest, lock=run, leg=leg)
+        return finish(lambda: verify_lock(lock, runs_dir=str(runs_dir), return_state=True), json)
     wanted = run_request.asked(run_request.VerifyRequest, run=run, segment=segment, leg=leg)
     return finish(lambda: verify_flow(wanted, runs_dir=str(runs_dir), return_state=True), json)
 

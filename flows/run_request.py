@@ -43,6 +43,9 @@ RunName = Annotated[str, Field(pattern=r"^[^@]+$")]
 RunAtStep = Annotated[str, Field(pattern=r"^[^@]+(@[0-9]+)?$")]
 """A run and one of its checkpoints, `RUN@STEP`; the newest of them as `RUN`."""
 
+LockName = Annotated[str, Field(pattern=r"^([^@]+|.*lock\.json)$")]
+"""Name or folder of a run, or a `lock.json`."""
+
 Leg = Annotated[str, Field(pattern=r"^\w+$")]
 """Name of a leg of a run, such as `a`."""
 
@@ -69,6 +72,8 @@ class Request(Changes):
 
     SOURCES: ClassVar[tuple[str, ...]] = ("recipe", "recipe_path")
     """Fields of which exactly one is given."""
+    NEEDS_SOURCE: ClassVar[bool] = True
+    """False: none of them may be given, too."""
 
     recipe: ShippedRecipe | SkipJsonSchema[None] = None
     """Name of a shipped recipe."""
@@ -78,19 +83,27 @@ class Request(Changes):
     @model_validator(mode="after")
     def _one_source(self) -> Request:
         given = [name for name in self.SOURCES if getattr(self, name) is not None]
-        if len(given) != 1:
+        if len(given) > 1 or (self.NEEDS_SOURCE and not given):
             raise ValueError(
-                f"exactly one of {', '.join(self.SOURCES)} is needed, not "
-                f"{' and '.join(given) or 'none'}"
+                f"{'exactly' if self.NEEDS_SOURCE else 'at most'} one of "
+                f"{', '.join(self.SOURCES)} is needed, not {' and '.join(given) or 'none'}"
             )
         return self
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
-        """Say in the schema, too, that exactly one of `SOURCES` is given."""
+        """Say in the schema, too, how many of `SOURCES` are given."""
         schema: dict[str, Any] = handler.resolve_ref_schema(handler(core_schema))
-        schema["oneOf"] = [{"required": [name]} for name in cls.SOURCES]
+        if cls.NEEDS_SOURCE:
+            schema["oneOf"] = [{"required": [name]} for name in cls.SOURCES]
+        else:
+            schema["not"] = {"required": list(cls.SOURCES)}
         return schema
+
+    @property
+    def names_recipe(self) -> bool:
+        """Whether a recipe is given."""
+        return self.recipe is not None or self.recipe_path is not None
 
     @property
     def source(self) -> str:
@@ -245,15 +258,44 @@ class VerifyRequest(Frozen):
         return f"{self.run} segment {self.segment}"
 
 
+class VerifyLockRequest(Frozen):
+    """A locked pipeline whose stages are all run again."""
+
+    lock: LockName
+    """A run, or a `lock.json` with its `spec.json` beside it."""
+    leg: Leg = "a"
+
+    def describe(self) -> str:
+        """Return what is verified in a few words."""
+        return f"{self.lock} leg {self.leg}"
+
+
+class GatesRequest(Frozen):
+    """The newest checkpoint of a leg, at which the gates are run."""
+
+    run: RunName
+    leg: Leg = "a"
+
+    def describe(self) -> str:
+        """Return what is judged in a few words."""
+        return f"{self.run} leg {self.leg}"
+
+
 class TrainOnlyRequest(Request):
-    """Training on dumped rollouts, without a rollout engine."""
+    """Training on dumped rollouts, without a rollout engine.
+
+    Where no recipe is given, the spec is that of the leg that has the dump.
+    """
+
+    NEEDS_SOURCE: ClassVar[bool] = False
 
     dump: Annotated[str, Field(min_length=1)]
     """Dumped rollout of one step, a folder of them, or the folder of a leg that has some."""
 
     def describe(self) -> str:
         """Return what is trained in a few words, with the dump."""
-        return f"{super().describe()} on {PurePath(self.dump).name}"
+        what = super().describe() if self.names_recipe else self.described("own spec")
+        return f"{what} on {PurePath(self.dump).name}"
 
 
 R = TypeVar("R", bound=Frozen)
@@ -295,9 +337,9 @@ def run_at_step(text: str) -> tuple[str, int | None]:
     return name, int(step) if step else None
 
 
-def request_source(name: str) -> dict[str, str]:
+def request_source(name: str | None) -> dict[str, str]:
     """Return the field that names this recipe: own recipes have a colon in their name."""
-    return {"recipe_path" if ":" in name else "recipe": name}
+    return {} if name is None else {"recipe_path" if ":" in name else "recipe": name}
 
 
 def as_overrides(assignments: Sequence[str]) -> dict[str, Any]:

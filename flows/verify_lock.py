@@ -22,6 +22,7 @@ from engines.provenance.lock import LOCK_FILE, LockRow, StageOutput, compare_out
 from engines.provenance.verdict import Verdict, worst
 from flows.conclusion import conclude
 from flows.legs import run_leg
+from flows.run_request import VerifyLockRequest, run_name
 from model_specs.errors import ArtifactError
 from model_specs.run_spec import RunSpec
 from tasks import artifacts, compare
@@ -30,8 +31,8 @@ from tasks.compare import LegResult
 logger = logging.getLogger("lockstep")
 
 
-@flow(name="verify-lock", flow_run_name="verify-{lock}")
-def verify_lock(lock: str, leg: str = "a", runs_dir: str = "runs") -> State:
+@flow(name="verify-lock", flow_run_name=run_name)
+def verify_lock(request: VerifyLockRequest, runs_dir: str = "runs") -> State:
     """Run every locked stage again from the lock's inputs; name the stages whose output differs.
 
     First the digests of the artifacts that are still there are computed again, then the pipeline
@@ -40,11 +41,10 @@ def verify_lock(lock: str, leg: str = "a", runs_dir: str = "runs") -> State:
     that has no run.
 
     Args:
-        lock: Name or folder of a run, or a `lock.json` with its `spec.json` beside it.
-        leg: Leg of the run.
+        request: Run and leg, or a `lock.json` with its `spec.json` beside it.
         runs_dir: Folder that holds run folders.
     """
-    source = locked_leg(lock, leg, Path(runs_dir))
+    source = locked_leg(request.lock, request.leg, Path(runs_dir))
     spec = without_gates(runs.read_spec(source))
     has_run = (source.parent / "run.json").is_file()
     scratch = runs.new_run(
@@ -127,4 +127,4 @@ def judged(result: LegResult, outputs: Sequence[StageOutput]) -> LegResult:
 
 
 if __name__ == "__main__":
-    verify_lock(sys.argv[1])
+    verify_lock(VerifyLockRequest(lock=sys.argv[1]))

@@ -111,16 +111,19 @@ def train_dumps(
 
 
 def require_fit(dump: RolloutDump, spec: RunSpec) -> None:
-    """Require that a dump has the samples that one step of the spec has.
+    """Require that a dump has what one step of the spec draws, and what of it is trained on.
 
     Raises:
-        SpecError: It has others, with both numbers.
+        SpecError: It has other numbers of prompts, samples or advantages; names both.
     """
-    found = (len(dump.drawn.prompts), len(dump.drawn.samples))
-    wanted = (spec.data.prompts_per_step, spec.samples_per_step)
+    drawn = dump.drawn
+    found = (len(drawn.prompts), len(drawn.samples), len(drawn.advantages))
+    prompts = spec.prompts_drawn_per_step
+    wanted = (prompts, prompts * spec.sampling.samples_per_prompt, spec.samples_per_step)
     if found != wanted:
         raise SpecError(
-            f"{dump.path} has {found[0]} prompts and {found[1]} samples, but a step of this spec "
-            f"has {wanted[0]} and {wanted[1]}; set data.prompts_per_step and "
-            "sampling.samples_per_prompt to those of the dump"
+            f"{dump.path} has {found[0]} prompts and {found[1]} samples, {found[2]} of them to be "
+            f"trained on, but a step of this spec has {wanted[0]} and {wanted[1]}, {wanted[2]} of "
+            "them to be trained on; set data.prompts_per_step, sampling.oversample and "
+            "sampling.samples_per_prompt to those of the run that drew it"
         )

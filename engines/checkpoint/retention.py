@@ -126,6 +126,21 @@ def disk_need(spec: RunSpec, *, start_step: int, num_legs: int = 1) -> DiskNeed:
     )
 
 
+def half_need(spec: RunSpec, *, trained_steps: int) -> DiskNeed:
+    """Return what one half of a run needs alone: it commits no checkpoint.
+
+    Args:
+        spec: Says dtypes and how many steps' tensors are kept.
+        trained_steps: Steps that are trained; 0 where they are only drawn, and no tensor is kept.
+    """
+    return DiskNeed(
+        bytes_per_checkpoint=checkpoint_bytes(spec.model),
+        num_checkpoints=0,
+        bytes_of_copies=copy_bytes(spec, num_steps=trained_steps),
+        num_legs=1,
+    )
+
+
 def require_disk(need: DiskNeed, runs_dir: str | Path) -> None:
     """State the need, and refuse it where the disk of `runs_dir` has less.
 

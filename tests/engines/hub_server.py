@@ -38,6 +38,8 @@ class Hub:
     """Files that are listed and answered with 404."""
     altered: set[str] = field(default_factory=set)
     """Files that are sent with one bit changed."""
+    forbidden: set[str] = field(default_factory=set)
+    """Commits whose large files are refused, in a message that repeats the token."""
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     """(method, path, Range header)."""
     endpoint: str = ""
@@ -123,6 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.hub.commits.get(commit, {}).get(name)
         if content is None or name in self.hub.missing:
             return self._refuse(404, "no such file", "EntryNotFound")
+        if self.command == "GET" and commit in self.hub.forbidden and is_large(name):
+            given = self.headers.get("Authorization")
+            return self._refuse(403, f"{given} may not read {name}")
         stated = stated_hash(name, content)
         if name in self.hub.altered:
             content = bytes([content[0] ^ 1]) + content[1:]

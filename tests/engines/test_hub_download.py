@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,19 @@ else:
 """
 
 
+PREPARE = """
+import json, sys
+from flows.prepare import prepare
+from flows.run_request import Request
+ended = []
+for branch in ("gated", "main"):
+    request = Request(recipe="tiny_cpu", overrides={"model.path": f"hf://org/name@{branch}"})
+    state = prepare(request, runs_dir=sys.argv[1], run_id=branch, return_state=True)
+    ended.append([state.type.value, state.message])
+print(json.dumps(ended))
+"""
+
+
 class User:
     """A user with a cache of the hub's files, whose downloads go to folders of their own."""
 
@@ -71,7 +85,7 @@ class User:
             capture_output=True,
             text=True,
             env=environment,
-            timeout=120,
+            timeout=540,
             check=False,
         )
         self.output += done.stdout + done.stderr
@@ -225,6 +239,54 @@ def test_a_token_is_used_and_never_shown(user: User, source: Path) -> None:
         assert secret not in user.output
         for file in (user.folder / "a").iterdir():
             assert secret.encode() not in file.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_download_stage_of_a_leg_leaves_the_token_nowhere(
+    user: User, source: Path, tmp_path: Path
+) -> None:
+    user.hub.publish(source, "first")
+    gated = user.hub.publish(source, "second", branch="gated")
+    user.hub.token = TOKEN
+    user.hub.forbidden.add(gated)
+    # Ray makes sockets there, whose paths are short.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray:
+        failed, done = user.run(
+            PREPARE,
+            str(tmp_path / "runs"),
+            HF_TOKEN=TOKEN,
+            PREFECT_HOME=str(tmp_path / "prefect"),
+            PREFECT_LOGGING_LEVEL="DEBUG",
+            PREFECT_LOGGING_EXTRA_LOGGERS="lockstep",
+            RAY_TMPDIR=ray,
+        )
+        assert failed[0] == "FAILED"
+        assert "403" in failed[1]
+        assert "Bearer *** may not read" in failed[1]  # the server repeated it
+        assert done[0] == "COMPLETED", done
+        assert (tmp_path / "runs" / "main" / "a" / "model" / WEIGHTS).is_file()
+        assert (tmp_path / "runs" / "gated" / "run.json").is_file()
+        written = {
+            name: files_under(place)
+            for name, place in (
+                ("runs", tmp_path / "runs"),
+                ("prefect", tmp_path / "prefect"),
+                ("ray", Path(ray)),
+            )
+        }
+    # The error has reached the logs and Prefect's database.
+    assert "may not read" in user.output
+    assert any(b"may not read" in content for content in written["prefect"].values())
+    assert any(file.name.startswith("worker-") for file in written["ray"])
+    assert TOKEN not in user.output
+    for found in written.values():
+        assert [file for file, content in found.items() if TOKEN.encode() in content] == []
+
+
+def files_under(folder: Path) -> dict[Path, bytes]:
+    """File -> content, of all plain files."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return {file: file.read_bytes() for file in files}
 
 
 def test_credentials_in_an_endpoint_are_not_shown(user: User, source: Path) -> None:

@@ -114,12 +114,16 @@ def tracking_port() -> int:
 
 @pytest.fixture(scope="session")
 def flipped(lockstep: CommandLine, tracking_port: int) -> Ended:
-    """A twin of two steps with one bit flipped, while its MLflow server is down."""
+    """A twin of two steps with one bit flipped, while its MLflow server is down.
+
+    Every step has its checkpoint and its dumped rollout.
+    """
     down = {**lockstep.environment, "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{tracking_port}"}
     run = dataclasses.replace(lockstep, environment=down)
     return run(
         *("run", "tiny_cpu", "--twin", "--json", "--run-id", "flipped"),
         *("--inject-flip", "step=2,probe=grads", "--set", "plan.num_steps=2", *SHORT),
+        *("--set", "plan.checkpoint_every=1", "--set", "plan.dump_rollouts=true"),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +13,21 @@ import pytest
 
 from engines import runs
 from engines.contracts import Sample
+from engines.faults import flip_float32
 from engines.loop import DrawnStep
 from engines.provenance.diff import compare_ledgers
 from engines.provenance.ledger import LedgerLine, read_ledger, verify_ledger
 from engines.provenance.verdict import Verdict
 from engines.rollout_dump import dump_path, read_dumps, write_dump
+from flows import cli
 from flows.halves import NOT_REPLAYED, start_of
+from flows.halves import replayed as dumps_and_spec
+from flows.run_request import TrainOnlyRequest
 from model_specs.errors import ArtifactError, SpecError
+from model_specs.fingerprint import trajectory_fingerprint
+from model_specs.run_spec import ForkOrigin, RunSpec
 from tasks import checkpoint, replay, train
-from tests.flows.command_line import SHORT, CommandLine
+from tests.flows.command_line import SHORT, CommandLine, Ended
 from tests.flows.conftest import Runner
 
 REPLAYED = ("train_logprobs", "loss", "grads", "grad_norm", "optimizer", "weights", "sent")
@@ -109,8 +116,22 @@ def test_a_dump_reads_back_with_the_bits_it_was_written_with(dumped: Path, tmp_p
 
 @pytest.mark.slow
 def test_a_dump_of_another_batch_is_refused_with_both_numbers(runner: Runner, dumped: Path) -> None:
-    with pytest.raises(SpecError, match=r"4 prompts and 32 samples, but a step .* 4 and 16"):
+    with pytest.raises(SpecError, match=r"4 prompts and 32 samples, .* but a step .* 4 and 16, "):
         replayed(runner, dumped, "sampling.samples_per_prompt=4")
+
+
+@pytest.mark.slow
+def test_a_dump_of_dynamic_sampling_replays_to_the_roots_of_its_run(runner: Runner) -> None:
+    oversampled = "sampling.oversample=2"
+    whole = runner.run("plan.dump_rollouts=true", oversampled, steps=1)
+    again = replayed(runner, whole, oversampled)
+    ours, theirs = update(again, 1).roots, update(whole, 1).roots
+    assert ours == {probe: theirs[probe] for probe in theirs if probe != "received"}
+    found = compare_ledgers(whole, again, ignoring=NOT_REPLAYED, verify=True)
+    assert (found.verdict, found.common_steps) == (Verdict.IDENTICAL, 1)
+    # As many prompts and samples, of which others are trained on.
+    with pytest.raises(SpecError, match=r"64 samples, 32 of them .* 8 and 64, 64 of them"):
+        replayed(runner, whole, "data.prompts_per_step=8")
 
 
 @pytest.mark.slow
@@ -193,3 +214,68 @@ def test_the_two_halves_of_a_run_work_alone_on_the_command_line(lockstep: Comman
     line = update(lockstep.runs_dir / "trained" / "a", 1)
     assert line.metrics["gate/logprob_abs_diff/max"] == 0.0
     assert "received" not in line.roots
+
+
+def test_without_a_recipe_the_spec_is_that_of_the_leg_a_forks_with_its_origin(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    origin = ForkOrigin(
+        step=2, state_digest="s", run="r", leg="a", chain_digest="c", checkpoint="/somewhere"
+    )
+    forked = RunSpec.model_validate({**spec.model_dump(), "origin": origin.model_dump()})
+    trajectory = trajectory_fingerprint(forked)
+    place = str(write_dump(tmp_path / "a", empty_step(3), trajectory=trajectory))
+    with pytest.raises(SpecError, match=r"a has no spec\.json; name the recipe"):
+        dumps_and_spec(TrainOnlyRequest(dump=place))
+    runs.write_spec(tmp_path / "a", spec)
+    with pytest.raises(SpecError, match=rf"in trajectory {trajectory}, but .*/spec\.json is"):
+        dumps_and_spec(TrainOnlyRequest(dump=place))
+    runs.write_spec(tmp_path / "a", forked)
+    (tmp_path / "a" / "model").mkdir()
+    asked = TrainOnlyRequest(dump=place, overrides={"plan.num_steps": 9})
+    (dump,), found = dumps_and_spec(asked)
+    assert (dump.drawn.step, found.origin, found.plan.num_steps) == (3, origin, 9)
+    assert trajectory_fingerprint(found) == trajectory
+    assert found.model.path == str(tmp_path / "a" / "model")  # where it came from may be gone
+    assert asked.describe() == "own spec plan.num_steps=9 on step-000003.json"
+    _, named = dumps_and_spec(TrainOnlyRequest(recipe="tiny_cpu", dump=place))
+    assert named == spec
+
+
+def test_only_train_only_goes_without_a_recipe() -> None:
+    with pytest.raises(SpecError, match="no RECIPE is given; only --train-only"):
+        cli.run(rollout_only=True)
+
+
+@pytest.mark.slow
+def test_train_only_ends_identical_and_on_a_changed_dump_diverged(
+    lockstep: CommandLine, flipped: Ended, tmp_path: Path
+) -> None:
+    leg = lockstep.runs_dir / "flipped" / "a"
+    ended = lockstep(
+        *("run", "--train-only", str(dump_path(leg, 2)), "--run-id", "replayed", "--json")
+    )
+    assert ended.code == 0, ended
+    found = json.loads(ended.stdout)
+    assert (found["verdict"], found["comparison"]["common_steps"]) == ("Identical", 1)
+    assert [line.key for line in read_ledger(Path(found["folder"]) / "a").lines] == [
+        (1, -1),
+        (2, 0),
+    ]
+    # The lowest bit of one log-prob, in a copy of the leg.
+    shutil.copytree(leg, tmp_path / "a", ignore=shutil.ignore_patterns("tensors"))
+    dump = dump_path(tmp_path / "a", 1)
+    content = json.loads(dump.read_text())
+    sample = content["samples"][3]
+    sample["logprobs"][0] = flip_float32(float.fromhex(sample["logprobs"][0]), 0).hex()
+    dump.write_text(json.dumps(content))
+    few = ("--set", "plan.num_steps=2", *SHORT)
+    ended = lockstep(
+        *("run", "tiny_cpu", "--train-only", str(dump), "--run-id", "changed", "--json", *few)
+    )
+    assert ended.code == 10, ended
+    found = json.loads(ended.stdout)
+    assert found["verdict"] == "Diverged"
+    first = found["comparison"]["first"]
+    place = (1, "rollout_logprobs", sample["request_id"], [0])
+    assert (first["step"], first["probe"], first["name"], first["element"]) == place

@@ -25,6 +25,7 @@ from engines.provenance.ledger import (
 )
 from engines.provenance.side_files import read_digests
 from engines.provenance.verdict import Verdict
+from engines.rollout_dump import dump_path
 from flows.fork import forked
 from flows.verify import own_inputs, segment_cost
 from model_specs.errors import ArtifactError, CheckpointError, EngineError, SpecError
@@ -32,8 +33,6 @@ from model_specs.fingerprint import spec_differences, trajectory_fingerprint
 from model_specs.overrides import apply_overrides
 from model_specs.run_spec import ForkOrigin, PlanSpec, RunSpec
 from tests.flows.command_line import SHORT, CommandLine, Ended
-
-pytestmark = pytest.mark.exhaustive
 
 PARENT = "parent"
 FLIP = "step=3,probe=grads"
@@ -52,8 +51,9 @@ def parent(lockstep: CommandLine) -> Path:
 
 @pytest.fixture(scope="module")
 def same(lockstep: CommandLine, parent: Path) -> Path:
-    """A fork at step 2 that changes nothing."""
-    ended = lockstep("fork", f"{parent.name}@2", "--run-id", "same")
+    """A fork at step 2 that changes nothing but dumps its rollouts."""
+    dumps = ("--set", "plan.dump_rollouts=true")
+    ended = lockstep("fork", f"{parent.name}@2", "--run-id", "same", *dumps)
     assert ended.code == 0, ended
     return lockstep.runs_dir / "same"
 
@@ -72,6 +72,7 @@ def update(folder: Path, step: int, number: int = 0) -> LedgerLine:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fork_that_changes_nothing_goes_on_as_its_parent(parent: Path, same: Path) -> None:
     undeclared = compare_ledgers(parent / "a", same / "a")
     assert undeclared.verdict is Verdict.INCOMPARABLE
@@ -85,6 +86,7 @@ def test_a_fork_that_changes_nothing_goes_on_as_its_parent(parent: Path, same: P
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_first_line_of_a_fork_records_the_state_it_begins_with(
     parent: Path, same: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_the_first_line_of_a_fork_records_the_state_it_begins_with(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fork_has_its_own_checkpoint_of_the_state_it_begins_with(
     parent: Path, same: Path
 ) -> None:
@@ -112,6 +115,7 @@ def test_a_fork_has_its_own_checkpoint_of_the_state_it_begins_with(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fork_of_a_fork_may_change_the_trajectory(same: Path, slower: Path) -> None:
     spec = runs.read_spec(slower)
     assert spec.origin is not None
@@ -124,6 +128,7 @@ def test_a_fork_of_a_fork_may_change_the_trajectory(same: Path, slower: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fork_is_shown_with_its_parent(lockstep: CommandLine, same: Path) -> None:
     shown = lockstep("show", same.name)
     assert shown.code == 0, shown
@@ -131,6 +136,7 @@ def test_a_fork_is_shown_with_its_parent(lockstep: CommandLine, same: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fork_can_be_resumed_from_the_state_it_began_with(
     lockstep: CommandLine, same: Path
 ) -> None:
@@ -140,12 +146,30 @@ def test_a_fork_can_be_resumed_from_the_state_it_began_with(
     assert [line.chain for line in verify_ledger(same / "a").lines] == before[:2]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_dumped_step_of_a_fork_is_trained_again(lockstep: CommandLine, same: Path) -> None:
+    dump = dump_path(same / "a", 3)
+    ended = lockstep("run", "--train-only", str(dump), "--run-id", "same-again")
+    assert ended.code == 0, ended
+    assert "\nIdentical\n" in ended.stdout
+    again = verify_ledger(lockstep.runs_dir / "same-again" / "a")
+    assert [line.key for line in again.lines] == [(2, -1), (3, 0)]
+    assert again.lines[-1].roots["weights"] == update(same / "a", 3).roots["weights"]
+    # No recipe has the fork's origin, so its checkpoint is another trajectory's.
+    few = ("--set", "plan.num_steps=4", *SHORT)
+    refused = lockstep("run", "tiny_cpu", "--train-only", str(dump), "--run-id", "refused", *few)
+    assert refused.code == CheckpointError.exit_code, refused
+    assert "belongs to trajectory" in refused.stderr
+
+
 @pytest.fixture(scope="module")
 def verified(lockstep: CommandLine, parent: Path) -> Ended:
     return lockstep("verify", parent.name, "--segment", "2")
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_segment_that_is_run_again_is_identical_and_its_cost_is_stated(
     lockstep: CommandLine, parent: Path, verified: Ended
 ) -> None:
@@ -162,6 +186,18 @@ def test_a_segment_that_is_run_again_is_identical_and_its_cost_is_stated(
     for name in ("model", "data"):
         manifest = json.loads((scratch / "a" / name / "manifest.json").read_text())
         assert manifest["source"] == str((parent / "a" / name).resolve())
+
+
+@pytest.mark.slow
+def test_the_second_segment_of_a_short_run_is_identical(
+    lockstep: CommandLine, flipped: Ended
+) -> None:
+    assert flipped.code == 10, flipped
+    ended = lockstep("verify", "flipped", "--segment", "2", "--json")
+    assert ended.code == 0, ended
+    found = json.loads(ended.stdout)
+    assert (found["verdict"], found["comparison"]["common_steps"]) == ("Identical", 1)
+    assert found["cost"]["steps"] == 1
 
 
 def test_a_segment_reads_the_legs_own_copies_and_another_content_is_refused(
@@ -189,6 +225,7 @@ def test_a_segment_reads_the_legs_own_copies_and_another_content_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_segment_with_a_flipped_bit_is_diverged_at_that_bit(
     lockstep: CommandLine, parent: Path
 ) -> None:
@@ -199,6 +236,7 @@ def test_a_segment_with_a_flipped_bit_is_diverged_at_that_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_is_exported_by_its_step(lockstep: CommandLine, parent: Path) -> None:
     out = lockstep.runs_dir / "exported"
     ended = lockstep("export", f"{parent.name}@2", "--out", str(out), "--json")
@@ -215,6 +253,7 @@ def test_a_checkpoint_is_exported_by_its_step(lockstep: CommandLine, parent: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fork_that_cannot_be_meant_is_refused_before_a_run_exists(
     lockstep: CommandLine, parent: Path
 ) -> None:
@@ -319,6 +358,7 @@ def test_segments_are_counted_by_the_checkpoints_of_the_plan() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_shares_of_all_segments_make_the_run(parent: Path) -> None:
     ledger = read_ledger(parent / "a")
     parts = [segment_cost(ledger, start, stop) for start, stop in ((0, 2), (2, 4))]

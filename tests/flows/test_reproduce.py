@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from engines import runs
 from engines.provenance.diff import Comparison, compare_ledgers
 from engines.provenance.ledger import read_ledger
+from engines.provenance.side_files import tensors_path
 from engines.runs import write_json
 from flows.reproduce import Replay, between, outcome, replay, spec_for
 from model_specs.errors import ArtifactError, SpecError
@@ -135,7 +138,7 @@ def test_a_flipped_leg_is_not_reproduced_and_the_other_one_is(
     assert ended.code == 10, ended
     found = json.loads(ended.stdout)
     assert [row["reproduces"] for row in found["replays"]] == [True, False]
-    assert [row["start_step"] for row in found["replays"]] == [0, 0]
+    assert [row["start_step"] for row in found["replays"]] == [1, 1]
     parted = found["replays"][1]["against_record"]["first"]
     first = found["first"]
     assert (parted["step"], parted["probe"], parted["name"]) == (2, "grads", first["name"])
@@ -143,6 +146,43 @@ def test_a_flipped_leg_is_not_reproduced_and_the_other_one_is(
     assert "only a reproduces its record; both replays are the same bits" in found["headline"]
     assert (first["element"], first["ulp"]) == ([0, 0], 1)
     assert (folder / "b" / "ledger.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_from_the_checkpoint_before_it_a_step_gives_the_element_that_no_record_kept(
+    lockstep: CommandLine, flipped: Ended
+) -> None:
+    assert flipped.code == 10, flipped
+    kept = lockstep.runs_dir / "flipped"
+    shutil.copytree(
+        kept, lockstep.runs_dir / "steady", ignore=shutil.ignore_patterns("b", "tensors")
+    )
+    fields = (
+        *("plan.num_steps=2", "plan.checkpoint_every=1", "plan.keep_tensor_steps=0"),
+        *("schedule.kind=wsd", "schedule.horizon_samples=96", "schedule.decay_samples=64"),
+    )
+    few = [part for field in fields for part in ("--set", field)]
+    # The rate is that of the other until the end of step 1, with its 32 samples.
+    ended = lockstep("run", "tiny_cpu", "--run-id", "decaying", *few, *SHORT)
+    assert ended.code == 0, ended
+    declared = ("steady/a", "decaying/a", "--across", "schedule", "--json")
+    plain = json.loads(lockstep("diff", *declared).stdout)["first"]
+    assert (plain["step"], plain["probe"], plain["element"]) == (2, "weights", None)
+    ended = lockstep("diff", *declared, "--reproduce")
+    assert ended.code == 10, ended
+    found = json.loads(ended.stdout)
+    assert [row["reproduces"] for row in found["replays"]] == [True, True]
+    assert [row["start_step"] for row in found["replays"]] == [1, 1]
+    for row in found["replays"]:
+        lines = read_ledger(Path(row["folder"])).lines
+        assert [line.key for line in lines] == [(1, -1), (2, 0)]
+    first = found["first"]
+    assert (first["step"], first["probe"], first["name"]) == (2, "weights", plain["name"])
+    # What the copy left out has the very value at that element.
+    tensors = load_file(tensors_path(kept / "a", 2, 0, "weights"))
+    value = tensors[first["name"]][tuple(first["element"])]
+    assert float(value) == first["value_a"] != first["value_b"]
+    assert sum(count for _, _, count in first["ulp_histogram"]) == first["num_differing"] > 100
 
 
 @pytest.mark.slow

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flows.gates import gates
 from flows.run_request import (
     ForkRequest,
+    GatesRequest,
     NightlyRequest,
     TrainRequest,
+    VerifyLockRequest,
     VerifyRequest,
     as_overrides,
     asked,
     flip_request,
     request_source,
 )
+from flows.verify_lock import verify_lock
 from model_specs.errors import SpecError
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
@@ -66,6 +71,24 @@ def test_the_command_line_refuses_what_the_server_would_by_the_same_names() -> N
         asked(VerifyRequest, run="run", segment=0)
     with pytest.raises(SpecError, match=r"leg='a/b'"):
         asked(ForkRequest, run="run", leg="a/b")
+    with pytest.raises(SpecError, match=r"lock='run@2'"):
+        asked(VerifyLockRequest, lock="run@2")
+
+
+def test_every_deployment_takes_one_typed_request() -> None:
+    for deployment in entrypoints():
+        found = "; ".join(refusals(deployment, {}))
+        assert "'request' is a required property" in found, deployment
+        unknown = "; ".join(refusals(deployment, {"request": {"nobody": 1}}))
+        assert "request" in unknown, deployment
+
+
+def test_the_flows_over_a_run_look_for_the_run_of_their_request(tmp_path: Path) -> None:
+    place = {"runs_dir": str(tmp_path)}
+    with pytest.raises(SpecError, match="run 'locked': 0 runs match"):
+        verify_lock.fn(VerifyLockRequest(lock="locked"), **place)
+    with pytest.raises(SpecError, match="run 'gone': 0 runs match"):
+        gates.fn(GatesRequest(run="gone"), **place)
 
 
 def test_overrides_reach_the_spec_as_set_does() -> None:

@@ -14,15 +14,18 @@ from engines.checkpoint.retention import (
     checkpoint_bytes,
     copy_bytes,
     disk_need,
+    half_need,
     kept_steps,
     num_parameters,
     prune,
     require_disk,
 )
 from engines.contracts import StepRecord
+from engines.loop import DrawnStep
 from engines.provenance.digest import digest_floats
 from engines.provenance.fence import RunFolder
 from engines.provenance.ledger import LedgerHeader, LedgerWriter
+from engines.rollout_dump import write_dump
 from flows.dry import check
 from model_specs.errors import SpecError, StaleAttemptError
 from model_specs.overrides import apply_overrides
@@ -160,15 +163,31 @@ def test_a_run_that_cannot_fit_is_refused_with_both_values(
 def test_the_refusal_comes_before_a_run_folder_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows.run_request import TrainRequest
+    from flows.halves import rollout_only, train_only
+    from flows.run_request import Request, TrainOnlyRequest, TrainRequest
     from flows.train import train as train_flow
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(retention.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     check("tiny_cpu", (), None)
+    runs_dir = str(tmp_path / "runs")
     with pytest.raises(SpecError, match="MiB free"):
-        train_flow.fn(TrainRequest(recipe="tiny_cpu"), runs_dir=str(tmp_path / "runs"))
+        train_flow.fn(TrainRequest(recipe="tiny_cpu"), runs_dir=runs_dir)
+    with pytest.raises(SpecError, match="MiB free"):
+        rollout_only.fn(Request(recipe="tiny_cpu"), runs_dir=runs_dir)
+    drawn = DrawnStep(
+        step=1, prompts=(), samples=(), rewards=(), advantages=(), groups_with_variance=0
+    )
+    dump = write_dump(tmp_path / "a", drawn, trajectory="t")
+    with pytest.raises(SpecError, match="MiB free"):
+        train_only.fn(TrainOnlyRequest(recipe="tiny_cpu", dump=str(dump)), runs_dir=runs_dir)
     assert not (tmp_path / "runs").exists()
+
+
+def test_half_of_a_run_needs_no_checkpoints(spec: RunSpec) -> None:
+    drawn, trained = (half_need(spec, trained_steps=steps) for steps in (0, 2))
+    assert drawn.total == copy_bytes(spec, num_steps=0)
+    assert trained.total == copy_bytes(spec, num_steps=2) > drawn.total
 
 
 def test_copies_and_kept_tensors_are_counted_by_their_dtypes(spec: RunSpec) -> None:

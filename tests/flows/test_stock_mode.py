@@ -11,7 +11,7 @@ from engines.provenance.ledger import read_ledger
 from model_specs.json_text import read_json
 from tests.flows.command_line import CommandLine, Ended
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = pytest.mark.slow
 
 STOCK = (
     "numerics.policy=stock",
@@ -34,6 +34,7 @@ def stock_twin(lockstep: CommandLine) -> Ended:
     return lockstep("run", "tiny_cpu", "--twin", "--run-id", "stock", *flags(*STOCK, *SHORT))
 
 
+@pytest.mark.exhaustive
 def test_a_stock_run_measures_a_mismatch_and_claims_no_alignment(
     lockstep: CommandLine, stock_twin: Ended
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_stock_run_measures_a_mismatch_and_claims_no_alignment(
             assert line.roots["sent"] == line.roots["received"]
 
 
+@pytest.mark.exhaustive
 def test_the_twin_of_a_stock_run_is_judged_by_its_comparison_alone(
     lockstep: CommandLine, stock_twin: Ended
 ) -> None:

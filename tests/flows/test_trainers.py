@@ -86,6 +86,7 @@ def test_a_family_has_one_chain_on_both_trainers_with_both_gates_at_zero(
     assert found.verdict is Verdict.IDENTICAL, found.headline
 
 
+@pytest.mark.timeout(1200)  # six commands
 def test_three_rollouts_of_two_updates_with_kl_repeat_resume_and_agree(
     lockstep: CommandLine,
 ) -> None:
@@ -96,15 +97,25 @@ def test_three_rollouts_of_two_updates_with_kl_repeat_resume_and_agree(
         "plan.checkpoint_every=1",
         "plan.keep_tensor_steps=0",
     )
-    names = {"kl-fsdp2": "fsdp2", "kl-megatron": "megatron", "kl-again": "megatron"}
-    for name, trainer in names.items():
-        ended = run(lockstep, name, *settings, f"trainer={trainer}")
-        assert ended.code == 0, ended
-    resumed = lockstep("resume", "kl-again@1")
-    assert resumed.code == 0, resumed
-    whole = lockstep.runs_dir / "kl-megatron" / "a"
-    for name, across in (("kl-again", ()), ("kl-fsdp2", ("trainer",))):
-        other = lockstep.runs_dir / name / "a"
-        found = compare_ledgers(whole, other, verify=True, across=across)
-        assert found.verdict is Verdict.IDENTICAL, found.headline
-        assert found.common_steps == 3
+    legs = {}
+    for trainer in ("fsdp2", "megatron"):
+        for turn in ("first", "again"):
+            name = f"kl-{trainer}-{turn}"
+            ended = run(lockstep, name, *settings, f"trainer={trainer}")
+            assert ended.code == 0, ended
+            legs[trainer, turn] = lockstep.runs_dir / name / "a"
+    for trainer in ("fsdp2", "megatron"):
+        assert_three_equal_steps(legs[trainer, "first"], legs[trainer, "again"])
+        before = (legs[trainer, "again"] / "ledger.jsonl").read_bytes()
+        # Steps 2 and 3 of the second run are dropped and run again, from its own checkpoint.
+        resumed = lockstep("resume", f"kl-{trainer}-again@1")
+        assert resumed.code == 0, resumed
+        assert (legs[trainer, "again"] / "ledger.jsonl").read_bytes() != before
+        assert_three_equal_steps(legs[trainer, "first"], legs[trainer, "again"])
+    assert_three_equal_steps(legs["fsdp2", "first"], legs["megatron", "first"], across=("trainer",))
+
+
+def assert_three_equal_steps(leg: Path, other: Path, *, across: tuple[str, ...] = ()) -> None:
+    found = compare_ledgers(leg, other, verify=True, across=across)
+    assert found.verdict is Verdict.IDENTICAL, found.headline
+    assert found.common_steps == 3

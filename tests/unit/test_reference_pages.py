@@ -104,7 +104,7 @@ def test_a_cut_vocabulary_is_refused_beside_the_log_prob_gate_and_the_page_says_
 def commands(page: Path) -> list[list[str]]:
     """The `lockstep run RECIPE` commands of a page that need no file of the reader's."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    found = re.findall(r"^lockstep run .*$", text, re.M)
+    found = re.findall(r"^lockstep run [^-].*$", text, re.M)
     placeholders = ("_DIR", "train.jsonl", "chat.jinja", "my_pkg", "FILE.py", "my_recipe")
     return [shlex.split(c) for c in found if not any(word in c for word in placeholders)]
 
