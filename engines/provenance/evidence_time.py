@@ -1,8 +1,9 @@
 """How long this process has spent on evidence: digests, the log-prob gate, the ledger.
 
-Functions that make evidence carry `@evidence`; a call inside another one is counted once.
-Invariant: the time is only ever read, so it can decide no bit. Each process has its own count,
-which the driver reads by `handle.run("engines.provenance.evidence_time:take_seconds")`.
+Functions that make evidence carry `@evidence`, or `@device_evidence` where they read what a GPU may
+still be computing; a call inside another one is counted once. Invariant: the time is only ever
+read, so it can decide no bit. Each process has its own count, which the driver reads by
+`handle.run("engines.provenance.evidence_time:take_seconds")`.
 
     @evidence
     def digest_tensor(...): ...
@@ -13,6 +14,7 @@ which the driver reads by `handle.run("engines.provenance.evidence_time:take_sec
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -51,6 +53,28 @@ def evidence(function: Callable[P, R]) -> Callable[P, R]:
                 _SECONDS[0] += time.perf_counter() - started
 
     return counted
+
+
+def device_evidence(function: Callable[P, R]) -> Callable[P, R]:
+    """Count like `evidence`, but not the wait for what the GPU was asked to compute before.
+
+    A digest of a gradient has to wait for the backward that makes it; that is the step's own time.
+    """
+    counted = evidence(function)
+
+    @functools.wraps(function)
+    def waited(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _COUNT.depth:
+            _wait_for_device()
+        return counted(*args, **kwargs)
+
+    return waited
+
+
+def _wait_for_device() -> None:
+    torch = sys.modules.get("torch")  # a process that has not imported it uses no GPU
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def take_seconds() -> float:

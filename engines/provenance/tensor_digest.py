@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from engines.provenance.digest import ITEM_SIZES, PartialDigest, matrix_shape, partial_of
-from engines.provenance.evidence_time import evidence
+from engines.provenance.evidence_time import device_evidence
 
 _CONTAINERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -60,7 +60,7 @@ def partial_of_tensor(
     return partials_of_tensors([TensorBlock(tensor, name, shape, row_offset, column_offset)])[0]
 
 
-@evidence
+@device_evidence
 def partials_of_tensors(blocks: Iterable[TensorBlock]) -> list[PartialDigest]:
     """Digest blocks of any tensors; those on a CUDA device in one pass.
 
@@ -165,7 +165,7 @@ def digest_tensor(name: str, tensor: torch.Tensor) -> str:
     return digest_tensors({name: tensor})[name]
 
 
-@evidence
+@device_evidence
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Digest whole tensors; name -> digest, in the order given."""
     parts = partials_of_tensors(TensorBlock(tensor, name) for name, tensor in tensors.items())

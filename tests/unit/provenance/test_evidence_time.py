@@ -7,8 +7,9 @@ import time
 import numpy as np
 import pytest
 
+from engines.provenance import evidence_time
 from engines.provenance.digest import digest_array, digest_json
-from engines.provenance.evidence_time import evidence, take_seconds
+from engines.provenance.evidence_time import device_evidence, evidence, take_seconds
 
 NAP_S = 0.02
 
@@ -65,3 +66,30 @@ def test_digests_are_counted() -> None:
     digest_json({"a": 1})
     assert arrays > 0.0
     assert take_seconds() > 0.0
+
+
+@device_evidence
+def _nap_on_device() -> None:
+    time.sleep(NAP_S)
+
+
+@evidence
+def _nap_around_device() -> None:
+    _nap_on_device()
+
+
+def test_the_wait_for_a_device_is_not_counted_and_the_evidence_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+
+    def wait() -> None:
+        time.sleep(10 * NAP_S)
+        waits.append(NAP_S)
+
+    monkeypatch.setattr(evidence_time, "_wait_for_device", wait)
+    _nap_on_device()
+    assert NAP_S <= take_seconds() < 8 * NAP_S
+    _nap_around_device()  # counted from the outermost call on, which may not wait for a device
+    assert len(waits) == 1
+    assert take_seconds() >= NAP_S
