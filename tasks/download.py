@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from engines.cluster import gather
+from engines.cluster import EngineHandle, gather
 from engines.contracts import ArtifactRef
 from engines.data import data_file
 from engines.environment import telemetry_off_env
 from engines.provenance.digest import digest_json
 from engines.runs import write_spec
+from model_specs.run_spec import RunSpec
 from model_specs.sources import parse_hub
-from tasks.session import session
+from tasks.session import LegSession, session
 from tasks.stage import stage
+
+if TYPE_CHECKING:  # it imports torch, which a driver does without
+    from engines.checkpoint.download import Download
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,42 +57,10 @@ def download(session_name: str) -> Inputs:
         what="download",
         timeout_s=6 * 3600,
     )
-    evals = {
-        chosen.name: host.run(
-            "engines.checkpoint.download:download_data",
-            chosen.data_of(spec.data),
-            opened.folder / "eval-data" / chosen.name,
-        )
-        for chosen in spec.plan.evals
-    }
-    eval_digests = {
-        name: found.digest
-        for name, found in zip(
-            evals, gather(list(evals.values()), what="download of the evals"), strict=True
-        )
-    }
+    eval_digests = _download_evals(opened, host)
     if is_hub:
         opened.cluster.stop(host)
-    opened.spec = spec.model_copy(
-        update={
-            "model": spec.model.model_copy(
-                update={
-                    "path": model.pinned_source,
-                    "weights_digest": model.weights_digest,
-                    "tokenizer_digest": model.tokenizer_digest,
-                }
-            ),
-            "data": spec.data.model_copy(update={"digest": data.digest}),
-            "plan": spec.plan.model_copy(
-                update={
-                    "evals": tuple(
-                        chosen.model_copy(update={"digest": eval_digests[chosen.name]})
-                        for chosen in spec.plan.evals
-                    )
-                }
-            ),
-        }
-    )
+    opened.spec = _resolved(spec, model, data, eval_digests)
     write_spec(opened.folder, opened.spec)
     if spec.model.weights_digest is None:  # the first leg resolves the run's spec
         write_spec(opened.run_dir, opened.spec)
@@ -99,4 +73,40 @@ def download(session_name: str) -> Inputs:
         )
         if eval_digests
         else None,
+    )
+
+
+def _download_evals(opened: LegSession, host: EngineHandle) -> dict[str, str]:
+    """Bring the data of the evaluation sets; return name -> digest."""
+    waiting = {
+        chosen.name: host.run(
+            "engines.checkpoint.download:download_data",
+            chosen.data_of(opened.spec.data),
+            opened.folder / "eval-data" / chosen.name,
+        )
+        for chosen in opened.spec.plan.evals
+    }
+    found = gather(list(waiting.values()), what="download of the evals")
+    return {name: each.digest for name, each in zip(waiting, found, strict=True)}
+
+
+def _resolved(
+    spec: RunSpec, model: Download, data: Download, eval_digests: Mapping[str, str]
+) -> RunSpec:
+    """Return the spec with the digests of what was found, and a branch pinned to its commit."""
+    found = {
+        "path": model.pinned_source,
+        "weights_digest": model.weights_digest,
+        "tokenizer_digest": model.tokenizer_digest,
+    }
+    evals = tuple(
+        chosen.model_copy(update={"digest": eval_digests[chosen.name]})
+        for chosen in spec.plan.evals
+    )
+    return spec.model_copy(
+        update={
+            "model": spec.model.model_copy(update=found),
+            "data": spec.data.model_copy(update={"digest": data.digest}),
+            "plan": spec.plan.model_copy(update={"evals": evals}),
+        }
     )

@@ -9,7 +9,6 @@ name complete and checked, or not at all; asking again verifies it by content.
 
 Usage::
 
-    inputs = materialise(spec.model_dump_json(), leg_folder)    # both, for the download stage
     model = download_model(spec.model, leg / "model")     # .weights_digest, .tokenizer_digest
     data = download_data(spec.data, leg / "data")         # .digest; holds "<split>.jsonl"
     model.pinned_source                                   # hf://org/name@COMMIT
@@ -34,7 +33,7 @@ from model_specs.errors import ArtifactError, SpecError
 from model_specs.json_text import read_json
 from model_specs.model_spec import ModelSpec
 from model_specs.registry import check_config
-from model_specs.run_spec import DataSpec, RunSpec
+from model_specs.run_spec import DataSpec
 from model_specs.sources import HubSource, from_hub, parse_hub
 
 MANIFEST = "manifest.json"
@@ -99,39 +98,6 @@ class Download:
         if len(self.files) == 1:
             return next(iter(self.files.values()))[0]
         return self.digest_of(("*",))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Materialised:
-    """What a leg starts from, by place and content."""
-
-    model_dir: str
-    weights_digest: str
-    tokenizer_digest: str
-    revision: str | None
-    """Commit that a hub revision stood for; None for other sources."""
-    data_file: str
-    data_digest: str
-
-
-def materialise(spec_json: str, leg_folder: str | Path) -> Materialised:
-    """Bring model and data of the run (a `RunSpec` as JSON) into `model/` and `data/` of the leg.
-
-    Raises:
-        SpecError, ArtifactError: As `download_model` and `download_data` do.
-    """
-    spec = RunSpec.model_validate_json(spec_json)
-    leg = Path(leg_folder)
-    data = download_data(spec.data, leg / "data")
-    model = download_model(spec.model, leg / "model")
-    return Materialised(
-        model_dir=model.folder,
-        weights_digest=model.weights_digest,
-        tokenizer_digest=model.tokenizer_digest,
-        revision=model.revision,
-        data_file=str(data_file(data.folder, split=spec.data.split)),
-        data_digest=data.digest,
-    )
 
 
 def download_model(spec: ModelSpec, folder: str | Path) -> Download:

@@ -11,7 +11,6 @@ import pytest
 from engines.checkpoint.download import (
     download_data,
     download_model,
-    materialise,
     verify_download,
 )
 from engines.checkpoint.folders import safetensors_header, weight_files
@@ -93,13 +92,15 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
         write_tiny_model(tmp_path, MODEL.model_copy(update={"vocab_size": 96}))
 
 
-def test_materialise_fills_both_folders_and_asking_again_verifies(tmp_path: Path) -> None:
-    first = materialise(RUN.model_dump_json(), tmp_path)
-    assert first == materialise(RUN.model_dump_json(), tmp_path)
-    assert Path(first.data_file).name == "train.jsonl"
-    assert hashlib.sha256(Path(first.data_file).read_bytes()).hexdigest() == first.data_digest
+def test_asking_again_verifies_and_changes_nothing(tmp_path: Path) -> None:
+    model = download_model(RUN.model, tmp_path / "model")
+    data = download_data(RUN.data, tmp_path / "data")
+    assert model == download_model(RUN.model, tmp_path / "model")
+    assert data == download_data(RUN.data, tmp_path / "data")
+    file = tmp_path / "data" / "train.jsonl"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == data.digest
     assert sorted(item.name for item in tmp_path.iterdir()) == ["data", "model"]
-    assert verify_download(first.model_dir).weights_digest == first.weights_digest
+    assert verify_download(model.folder).weights_digest == model.weights_digest
 
 
 def test_weights_and_tokenizer_have_digests_of_their_own(tmp_path: Path) -> None:
