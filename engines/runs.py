@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engines.checkpoint.dcp import META_FILE, read_meta
 from engines.contracts import ArtifactRef
 from engines.provenance.fence import Fence, RunFolder, write_durably
 from engines.provenance.ledger import LEDGER_FILE, read_ledger
@@ -18,6 +20,8 @@ from model_specs.errors import ArtifactError, CheckpointError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.json_text import read_json
 from model_specs.run_spec import RunSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,16 +119,19 @@ def legs(folder: Path) -> tuple[str, ...]:
 
 
 def checkpoints(leg_folder: Path) -> dict[int, ArtifactRef]:
-    """Step -> committed checkpoint of a leg; one without its last-written meta.json is torn."""
+    """Step -> committed checkpoint of a leg, by step; one whose meta is torn is left out."""
     found = {}
-    for meta_path in sorted(leg_folder.glob("checkpoints/step-*/meta.json")):
-        if meta_path.parent.suffix:  # being written, or replaced by another
+    for meta_path in sorted(leg_folder.glob(f"checkpoints/step-*/{META_FILE}")):
+        folder = meta_path.parent
+        if folder.suffix:  # being written, or replaced by another
             continue
-        meta = read_json(meta_path)
-        found[int(meta["step"])] = ArtifactRef(
-            uri=str(meta_path.parent), kind="checkpoint", digest=meta["state_digest"]
-        )
-    return found
+        try:
+            meta = read_meta(folder)
+        except CheckpointError as error:
+            logger.warning("left out: %s", error)
+            continue
+        found[meta.step] = ArtifactRef(uri=str(folder), kind="checkpoint", digest=meta.state_digest)
+    return dict(sorted(found.items()))
 
 
 def checkpoint_at(leg_folder: Path, step: int | None) -> tuple[int, ArtifactRef]:

@@ -7,7 +7,6 @@ enter; `plan` enters only the plan fingerprint.
 Usage::
 
     trajectory_fingerprint(spec)                  # compare before comparing ledgers
-    sub_fingerprint(spec, ("model", "data.source"))  # key of a cached stage
     spec_differences(spec_a, spec_b)              # (("optimizer.lr", 1e-06, 2e-06),)
 """
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from model_specs.base import Frozen
@@ -110,27 +109,6 @@ def trajectory_fingerprint(spec: RunSpec) -> str:
 def plan_fingerprint(spec: RunSpec) -> str:
     """Return 32 hex characters over how many steps there are and what is checked between them."""
     return _hash("lockstep-plan", _top_fields(spec, "plan"))
-
-
-def sub_fingerprint(spec: RunSpec, fields: Sequence[str]) -> str:
-    """Return 32 hex characters over the dotted `fields` that a stage declares it reads.
-
-    A field that is named itself is taken even when it is an execution field (a download reads
-    `data.source`); within a named group execution fields are left out as everywhere.
-
-    Raises:
-        SpecError: When a field does not exist.
-    """
-    return _hash("lockstep-sub", {name: _dotted(spec, name) for name in fields})
-
-
-def _dotted(spec: RunSpec, name: str) -> Any:
-    value: Any = spec
-    for part in name.split("."):
-        if not isinstance(value, Frozen) or part not in type(value).model_fields:
-            raise SpecError(f"spec field {name!r} does not exist (no {part!r})")
-        value = getattr(value, part)
-    return value
 
 
 def flattened(spec: RunSpec, *, part: Part = "trajectory") -> dict[str, Any]:

@@ -10,9 +10,8 @@ Keys: `model.<name>` float32 masters, `optimizer.exp_avg.<name>`, `optimizer.exp
 and `progress.{step,updates,samples_consumed}` (int64 scalars). The folder that a conversion makes
 has the `model.` keys only and no meta.
 
-Listing and reading the meta import no torch:
+Reading the meta imports no torch; `engines.runs.checkpoints` lists those of a leg:
 
-    for found in list_checkpoints(run / "a" / "checkpoints"): ...
     meta = read_meta(folder, trajectory=trajectory_fingerprint(spec))
 """
 
@@ -59,14 +58,6 @@ class CheckpointMeta:
     attempt: int
     """Token of the attempt that wrote it."""
     schema_version: int = CHECKPOINT_SCHEMA_VERSION
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundCheckpoint:
-    """A committed checkpoint in a folder."""
-
-    path: Path
-    meta: CheckpointMeta
 
 
 class Storage(Protocol):
@@ -134,32 +125,6 @@ def read_meta(path: str | Path, *, trajectory: str | None = None) -> CheckpointM
             "it with the spec it was made with"
         )
     return meta
-
-
-def list_checkpoints(folder: str | Path) -> tuple[FoundCheckpoint, ...]:
-    """Return the committed checkpoints in a folder by step; torn and partial ones are left out."""
-    found = []
-    root = Path(folder)
-    for path in sorted(root.iterdir()) if root.is_dir() else ():
-        if path.suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX) or not path.is_dir():
-            continue
-        try:
-            found.append(FoundCheckpoint(path=path, meta=read_meta(path)))
-        except CheckpointError as error:
-            logger.warning("left out: %s", error)
-    return tuple(sorted(found, key=lambda item: item.meta.step))
-
-
-def newest_checkpoint(
-    folder: str | Path, *, at_most_step: int | None = None
-) -> FoundCheckpoint | None:
-    """Return the committed checkpoint of the highest step, or None."""
-    found = [
-        item
-        for item in list_checkpoints(folder)
-        if at_most_step is None or item.meta.step <= at_most_step
-    ]
-    return found[-1] if found else None
 
 
 def write_checkpoint(

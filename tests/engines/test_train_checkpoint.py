@@ -18,8 +18,6 @@ from engines.checkpoint.convert import convert_hf_to_dcp
 from engines.checkpoint.dcp import (
     CheckpointMeta,
     checkpoint_name,
-    list_checkpoints,
-    newest_checkpoint,
     read_meta,
     read_tensors,
     write_checkpoint,
@@ -28,6 +26,7 @@ from engines.checkpoint.tiny_model import write_tiny_model
 from engines.contracts import TrainSample
 from engines.provenance.digest import root_digest
 from engines.provenance.fence import RunFolder
+from engines.runs import checkpoint_at, checkpoints
 from engines.train.fsdp2.actor import Fsdp2Trainer
 from model_specs.errors import CheckpointError, StaleAttemptError
 from model_specs.fingerprint import trajectory_fingerprint
@@ -162,21 +161,24 @@ def test_going_back_to_the_initial_folder_forgets_all_training(
 
 
 def test_checkpoint_without_meta_is_torn(committed: Path, start: Any, tmp_path: Path) -> None:
-    torn = shutil.copytree(committed, tmp_path / committed.name)
+    torn = shutil.copytree(committed, tmp_path / "checkpoints" / committed.name)
     (torn / "meta.json").unlink()
     with start() as trainer:
         before = trainer.state_digest()
         with pytest.raises(CheckpointError, match=r"no meta\.json"):
             trainer.load(str(torn))
         assert trainer.state_digest() == before
-    assert list_checkpoints(tmp_path) == ()
+    assert checkpoints(tmp_path) == {}
 
 
 @pytest.mark.parametrize("content", ["{", '{"schema_version": 1, "step": 3}'])
 def test_meta_that_cannot_be_read_is_torn(content: str, tmp_path: Path) -> None:
-    (tmp_path / "meta.json").write_text(content)
+    folder = tmp_path / "checkpoints" / "step-000003"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text(content)
     with pytest.raises(CheckpointError, match="torn"):
-        read_meta(tmp_path)
+        read_meta(folder)
+    assert checkpoints(tmp_path) == {}
 
 
 def test_unknown_schema_version_is_refused_with_both(tmp_path: Path) -> None:
@@ -233,7 +235,7 @@ def test_stale_attempt_commits_nothing(start: Any, tmp_path: Path) -> None:
                 str(target), chain_digest="d" * 32, attempt=fence.token, run_folder=str(run.path)
             )
     assert target.joinpath("meta.json").read_bytes() == first
-    assert [item.path for item in list_checkpoints(target.parent)] == [target]
+    assert [found.uri for found in checkpoints(target.parents[1]).values()] == [str(target)]
 
 
 def test_saving_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
@@ -262,9 +264,11 @@ def test_what_reads_back_differently_is_never_committed(
 
     monkeypatch.setattr(module, "read_tensors", lying)
     with pytest.raises(CheckpointError, match=r"model\.w"):
-        write_checkpoint(tmp_path / "step-000003", {"model.w": torch.arange(4.0)}, meta=META)
-    assert list_checkpoints(tmp_path) == ()
-    assert not (tmp_path / "step-000003").exists()
+        write_checkpoint(
+            tmp_path / "checkpoints" / "step-000003", {"model.w": torch.arange(4.0)}, meta=META
+        )
+    assert checkpoints(tmp_path) == {}
+    assert not (tmp_path / "checkpoints" / "step-000003").exists()
 
 
 def test_negative_zero_and_nan_payloads_survive(tmp_path: Path) -> None:
@@ -276,17 +280,14 @@ def test_negative_zero_and_nan_payloads_survive(tmp_path: Path) -> None:
 
 
 def test_listing_is_by_step_and_leaves_out_what_is_not_committed(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
     for step in (12, 4, 8):
-        folder = tmp_path / checkpoint_name(step)
-        folder.mkdir()
+        folder = root / checkpoint_name(step)
+        folder.mkdir(parents=True)
         meta = dataclasses.asdict(dataclasses.replace(META, step=step))
         (folder / "meta.json").write_text(json.dumps(meta))
-    shutil.copytree(tmp_path / checkpoint_name(12), tmp_path / "step-000016.partial")
-    (tmp_path / checkpoint_name(20)).mkdir()
-    assert [item.meta.step for item in list_checkpoints(tmp_path)] == [4, 8, 12]
-    newest, bounded = newest_checkpoint(tmp_path), newest_checkpoint(tmp_path, at_most_step=11)
-    assert newest is not None
-    assert newest.meta.step == 12
-    assert bounded is not None
-    assert bounded.meta.step == 8
-    assert newest_checkpoint(tmp_path / "none") is None
+    shutil.copytree(root / checkpoint_name(12), root / "step-000016.partial")
+    (root / checkpoint_name(20)).mkdir()
+    assert list(checkpoints(tmp_path)) == [4, 8, 12]
+    assert checkpoint_at(tmp_path, None)[0] == 12
+    assert checkpoints(tmp_path / "none") == {}

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from engines.checkpoint.convert import convert_hf_to_dcp
-from engines.checkpoint.dcp import newest_checkpoint
 from engines.checkpoint.tiny_model import write_tiny_model
 from engines.cluster import Cluster
 from engines.contracts import TrainSample, UpdateRecord
 from engines.provenance.tensor_digest import digest_tensor
+from engines.runs import checkpoints
 from engines.train.fsdp2.actor import Fsdp2Trainer
 from engines.train.group import TrainerGroup, trainer_env
 from engines.weights.wire import resolve, unpack
@@ -80,6 +80,4 @@ def test_group_of_two_processes_trains_sends_saves_and_reloads_like_one(tmp_path
         with pytest.raises(EngineError, match="the last score"):
             trainer.update(SAMPLES, step=2, update=0)
         assert trainer.environment()["torch"]
-    found = newest_checkpoint(tmp_path / "checkpoints")
-    assert found is not None
-    assert found.meta.state_digest == state
+    assert {step: found.digest for step, found in checkpoints(tmp_path).items()} == {1: state}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from engines import prompt_filter
-from engines.checkpoint.dcp import CheckpointMeta
 from engines.contracts import Prompt, PromptSet
 from engines.provenance.diff import compare_ledgers
 from engines.provenance.lock import read_lock
@@ -25,6 +23,7 @@ from model_specs.run_spec import FilterSpec
 from tasks import filter_prompts, train
 from tests.flows.command_line import SHORT, CommandLine
 from tests.flows.conftest import Runner, ledger
+from tests.flows.made_checkpoints import write_meta
 
 BAND = ("filter.low=0.1", "filter.high=0.9", "filter.threshold=0.1", "filter.candidates=24")
 
@@ -181,14 +180,8 @@ def filtered_parent(folder: Path) -> Path:
     data = asked.data.model_copy(update={"digest": "text"})
     spec = asked.model_copy(update={"filter": filled, "data": data})
     run = new_run(spec, folder, run_id="parent")
-    meta = CheckpointMeta(
-        trajectory=trajectory_fingerprint(spec),
-        **{"step": 1, "updates": 1, "samples_consumed": 32, "attempt": 1},
-        **{"state_digest": "s", "chain_digest": "c"},
-    )
     place = run.folder / "a" / "checkpoints" / "step-000001"
-    place.mkdir(parents=True)
-    (place / "meta.json").write_text(json.dumps(asdict(meta)))
+    write_meta(place, 1, state="s", trajectory=trajectory_fingerprint(spec))
     return run.folder
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from engines import runs
 from engines.checkpoint.adoption import adopt_checkpoint
-from engines.checkpoint.dcp import CheckpointMeta, read_meta
+from engines.checkpoint.dcp import read_meta
 from engines.checkpoint.download import download_data, download_model
 from engines.contracts import StepRecord
 from engines.plan import segment_bounds
@@ -33,6 +33,7 @@ from model_specs.fingerprint import spec_differences, trajectory_fingerprint
 from model_specs.overrides import apply_overrides
 from model_specs.run_spec import ForkOrigin, PlanSpec, RunSpec
 from tests.flows.command_line import SHORT, CommandLine, Ended
+from tests.flows.made_checkpoints import write_meta
 
 PARENT = "parent"
 FLIP = "step=3,probe=grads"
@@ -291,19 +292,9 @@ SAMPLING = {"max_new_tokens": 4}
 
 def written_checkpoint(folder: Path, spec: RunSpec | None = None) -> Path:
     """A committed checkpoint of step 2, of a run of this spec or of one that is called `parent`."""
-    folder.mkdir(parents=True)
+    trajectory = "parent" if spec is None else trajectory_fingerprint(spec)
+    write_meta(folder, 2, state="s", trajectory=trajectory)
     (folder / "data").write_bytes(b"tensors")
-    meta = CheckpointMeta(
-        trajectory="parent" if spec is None else trajectory_fingerprint(spec),
-        step=2,
-        updates=2,
-        samples_consumed=64,
-        state_digest="s",
-        chain_digest="c",
-        attempt=1,
-    )
-    values = {name: getattr(meta, name) for name in meta.__dataclass_fields__}
-    (folder / "meta.json").write_text(json.dumps(values))
     return folder
 
 

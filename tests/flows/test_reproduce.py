@@ -14,12 +14,12 @@ from engines import runs
 from engines.provenance.diff import Comparison, compare_ledgers
 from engines.provenance.ledger import read_ledger
 from engines.provenance.side_files import tensors_path
-from engines.runs import write_json
 from flows.reproduce import Replay, between, outcome, replay, spec_for
 from model_specs.errors import ArtifactError, SpecError
 from model_specs.registry import load_recipe
 from tasks.sides import Side
 from tests.flows.command_line import SHORT, CommandLine, Ended
+from tests.flows.made_checkpoints import write_meta
 from tests.unit.provenance.test_diff import flip_tensor, write_leg
 
 # What is decided without an engine.
@@ -105,8 +105,7 @@ def test_a_replay_begins_with_the_nearest_checkpoint_and_keeps_its_last_step(
 ) -> None:
     leg = tmp_path / "run" / "a"
     for step in (2, 4):
-        meta = {"step": step, "state_digest": f"s{step}"}
-        write_json(leg / "checkpoints" / f"step-{step:06d}" / "meta.json", meta)
+        write_meta(leg / "checkpoints" / f"step-{step:06d}", step, state=f"s{step}")
     assert [runs.checkpoint_before(leg, step)[0] for step in (1, 2, 3, 4, 5)] == [0, 0, 2, 2, 4]
     assert runs.checkpoint_before(leg, 2)[1] is None
     spec = load_recipe("tiny_cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from model_specs.overrides import apply_overrides
 from model_specs.run_spec import PlanSpec, RunSpec
 from tasks import checkpoint, train
 from tests.flows.conftest import Runner
+from tests.flows.made_checkpoints import write_meta
 
 
 def plan(**fields: int | None) -> PlanSpec:
@@ -64,8 +64,7 @@ def committed(leg: Path, *steps: int) -> None:
         folder = leg / "checkpoints" / f"step-{step:06d}"
         folder.mkdir(parents=True)
         (folder / "data").write_bytes(b"x")
-        meta = {"step": step, "state_digest": f"state {step}"}
-        (folder / "meta.json").write_text(json.dumps(meta))
+        write_meta(folder, step, state=f"state {step}")
 
 
 def test_neither_the_resumed_one_nor_a_later_one_is_deleted(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from model_specs.fingerprint import (
     flattened,
     plan_fingerprint,
     spec_differences,
-    sub_fingerprint,
     trajectory_fingerprint,
 )
 from model_specs.overrides import apply_overrides
@@ -175,18 +174,6 @@ def test_differences_name_a_field_that_only_one_spec_has() -> None:
         ("reduction.kind", "tree", "stock"),
         ("reduction.world_size", MISSING, 2),
     )
-
-
-def test_a_sub_fingerprint_sees_only_its_fields() -> None:
-    spec = load_recipe("tiny_cpu")
-    fields = ("model", "data.source")
-    base = sub_fingerprint(spec, fields)
-    assert sub_fingerprint(apply_overrides(spec, ("optimizer.lr=1",)), fields) == base
-    assert sub_fingerprint(apply_overrides(spec, ("model.path=generated:x",)), fields) == base
-    assert sub_fingerprint(apply_overrides(spec, ("model.num_layers=3",)), fields) != base
-    assert sub_fingerprint(apply_overrides(spec, ("data.source=/x",)), fields) != base
-    with pytest.raises(SpecError, match=r"model\.colour"):
-        sub_fingerprint(spec, ("model.colour",))
 
 
 def test_flattened_holds_every_identity_leaf_and_no_execution_field() -> None:
