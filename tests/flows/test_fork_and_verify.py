@@ -159,7 +159,7 @@ def test_a_dumped_step_of_a_fork_is_trained_again(lockstep: CommandLine, same: P
     assert again.lines[-1].roots["weights"] == update(same / "a", 3).roots["weights"]
     # No recipe has the fork's origin, so its checkpoint is another trajectory's.
     few = ("--set", "plan.num_steps=4", *SHORT)
-    refused = lockstep("run", "tiny_cpu", "--train-only", str(dump), "--run-id", "refused", *few)
+    refused = lockstep("run", "tiny_cpu", "--train-only", str(dump), "--run-id", "no-origin", *few)
     assert refused.code == CheckpointError.exit_code, refused
     assert "belongs to trajectory" in refused.stderr
 
@@ -264,9 +264,9 @@ def test_a_fork_that_cannot_be_meant_is_refused_before_a_run_exists(
         forked(parent, 2, ("model.num_layers=3",), leg="a")
     with pytest.raises(CheckpointError, match=r"step 3; it has \[2, 4\]"):
         forked(parent, 3, (), leg="a")
-    ended = lockstep("fork", f"{parent.name}@4", "--run-id", "refused")
+    ended = lockstep("fork", f"{parent.name}@4", "--run-id", "refused-fork")
     assert ended.code == 2, ended
-    assert not (lockstep.runs_dir / "refused").exists()
+    assert not (lockstep.runs_dir / "refused-fork").exists()
 
 
 ORIGIN = ForkOrigin(
