@@ -84,8 +84,9 @@ def go_on(
             unended.append(other)
     more: dict[str, Any] = {"resumed": {"leg": leg, "step": start}}
     if unended:
+        compared = f"with leg {', '.join(found.leg for found in ended)}" if ended else "by itself"
         more["about"] = (
-            f"leg {leg} by itself, since leg {', '.join(unended)} has not ended (lockstep resume "
+            f"leg {leg} {compared}, since leg {', '.join(unended)} has not ended (lockstep resume "
             f"{folder.name} --leg {unended[0]})"
         )
     if not (ended and result.chain_digest):

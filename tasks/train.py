@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 from engines import delays
 from engines.cluster import gather
 from engines.contracts import ArtifactRef, SegmentResult
-from engines.gates.earlier_steps import GATE, earlier_steps
+from engines.gates.earlier_steps import earlier_steps
+from engines.gates.logprobs import GATE, largest
 from engines.loop import DrawnStep, StepOutcome, TensorKeeper, initial_push, push, steps
 from engines.provenance.evidence_time import take_seconds
 from engines.provenance.fence import write_durably
@@ -217,8 +217,7 @@ def append(opened: LegSession, ledger: LedgerWriter, outcome: StepOutcome) -> No
     opened.groups_with_variance += outcome.groups_with_variance
     opened.changed_weights += outcome.changed_weights
     norm = record.metrics.get("train/grad_norm", 0.0)
-    # `max` would lose a NaN, which the gate has to see.
-    opened.max_grad_norm = norm if math.isnan(norm) else max(opened.max_grad_norm, norm)
+    opened.max_grad_norm = largest((opened.max_grad_norm, norm))
     _note_violations(opened, record.violations)
     if record.update < 0:
         return

@@ -3,21 +3,17 @@
 A leg that goes on from a checkpoint is judged as a whole: a step that was red stays red, and what
 was at stake before counts too.
 
-    earlier = earlier_steps(read_ledger(folder).lines, last_step=4)
+    earlier = earlier_steps(read_ledger(folder).lines, last_step=4, drawn=4, trained=4)
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engines.gates.logprobs import StepGate
+from engines.gates.logprobs import GATE, StepGate, largest
 from engines.provenance.ledger import LedgerLine
-
-GATE = "gate:"
-"""Begins the violations of the log-prob gate; any other is of weights that did not arrive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +56,7 @@ def earlier_steps(
             if not violation.startswith(GATE)
         ),
         groups_with_variance=sum(min(drawn - number, trained) for number in equal),
-        max_grad_norm=math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0),
+        max_grad_norm=largest(norms),
         changed_weights=sum(
             after.counts["weights"]
             for before, after in itertools.pairwise(kept)
@@ -75,7 +71,7 @@ def _step_gate(line: LedgerLine) -> StepGate:
         step=line.step,
         num_tokens=num_tokens,
         num_exact=round(line.metrics["gate/exact_fraction"] * num_tokens),
-        num_nonfinite=0,
+        num_nonfinite=None,
         max_abs_diff=line.metrics["gate/logprob_abs_diff/max"],
         mean_abs_diff=line.metrics["gate/logprob_abs_diff/mean"],
         p999_abs_diff=line.metrics["gate/logprob_abs_diff/p999"],

@@ -26,6 +26,9 @@ from engines.contracts import Sample
 from engines.provenance.evidence_time import evidence
 from engines.provenance.verdict import Verdict
 
+GATE = "gate:"
+"""Begins the violations of this gate in a ledger; any other is of weights that did not arrive."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorstToken:
@@ -55,8 +58,8 @@ class StepGate:
     step: int
     num_tokens: int
     num_exact: int
-    num_nonfinite: int
-    """Tokens with a NaN or an infinity on either side."""
+    num_nonfinite: int | None
+    """Tokens with a NaN or an infinity on either side; None where only a ledger knows the step."""
     max_abs_diff: float
     """Largest absolute difference in nats; NaN when a NaN was seen."""
     mean_abs_diff: float
@@ -89,11 +92,11 @@ class StepGate:
         """
         if self.recorded:
             return self.recorded
-        found = [f"gate: step {self.step}: {fault}" for fault in self.faults]
+        found = [f"{GATE} step {self.step}: {fault}" for fault in self.faults]
         if self.num_exact != self.num_tokens and not on_report:
             where = f"; worst: {self.worst.describe()}" if self.worst else ""
             found.append(
-                f"gate: step {self.step}: {self.num_tokens - self.num_exact} of "
+                f"{GATE} step {self.step}: {self.num_tokens - self.num_exact} of "
                 f"{self.num_tokens} log-probs differ, max {self.max_abs_diff!r}{where}"
             )
         return tuple(found)
@@ -285,9 +288,9 @@ class LogprobGate:
             num_steps=len(steps),
             num_tokens=num_tokens,
             num_exact=sum(step.num_exact for step in steps),
-            max_abs_diff=_max([step.max_abs_diff for step in steps]),
+            max_abs_diff=largest([step.max_abs_diff for step in steps]),
             mean_abs_diff=total / num_tokens if num_tokens else 0.0,
-            p999_abs_diff=_max([step.p999_abs_diff for step in steps]),
+            p999_abs_diff=largest([step.p999_abs_diff for step in steps]),
             groups_with_variance=groups_with_variance,
             max_grad_norm=max_grad_norm,
             changed_weights=changed_weights,
@@ -315,7 +318,7 @@ class LogprobGate:
         return Verdict.ALIGNED, f"{num_tokens} of {num_tokens} log-probs have equal bits"
 
 
-def _max(values: Sequence[float]) -> float:
+def largest(values: Sequence[float]) -> float:
     """Return the largest value; NaN if there is one, which `max` would lose; 0.0 for none."""
     if any(math.isnan(value) for value in values):
         return math.nan

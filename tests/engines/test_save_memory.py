@@ -39,7 +39,7 @@ print(json.dumps(save(sys.argv[1], 2, int(sys.argv[2]))))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="not run: ru_maxrss is in KiB on Linux alone")
 def test_a_save_takes_less_memory_than_the_state_has(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), str(KIND_MIB)],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 
 from engines.provenance.digest import CHAIN_START
 from engines.provenance.ledger import extend_chain, roots_of
+from tests.unit.test_check_run import CHECKER, check
 
-CHECKER = Path(__file__).resolve().parents[2] / "tools" / "check_run.py"
 READ = ("ledger.jsonl", "spec.json", "environment.json", "samples.jsonl", "digests", "samples")
 
 Edit = Callable[[Path], None]
@@ -35,18 +34,6 @@ def copied(twin_folder: Path, tmp_path: Path) -> Path:
         shutil.copytree(twin_folder / leg / kept, target / kept)
     shutil.copyfile(twin_folder / "verdict.json", tmp_path / "twin" / "verdict.json")
     return tmp_path / "twin"
-
-
-def check(folder: Path) -> subprocess.CompletedProcess[str]:
-    # From another folder and isolated, so that nothing of this project can be imported.
-    return subprocess.run(
-        [sys.executable, "-I", str(CHECKER), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=folder,
-    )
 
 
 def edit_json(path: Path, change: Callable[[Any], None]) -> None:

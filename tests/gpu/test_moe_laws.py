@@ -8,13 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu.draws import assert_one_outcome_of_fifty, random
+
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 ROWS = (1, 2, 7, 16, 64, 65, 128, 300)
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, device="cuda") * scale).bfloat16()
 
 
 @pytest.fixture(scope="module")
@@ -85,17 +82,7 @@ def test_fifty_repeats_beside_a_second_stream_give_one_outcome():
         kinds = (found[2 + kind * EXPERTS : 2 + (kind + 1) * EXPERTS] for kind in range(3))
         return [out.detach(), *found[:2], *(torch.stack(kind) for kind in kinds)]
 
-    first = once()
-    noise, busy = torch.cuda.Stream(), random(4096, 4096)
-    outcomes = 0
-    for _ in range(50):
-        with torch.cuda.stream(noise):
-            for _ in range(4):
-                busy = (busy @ busy).mul_(1e-3)
-        outcomes += all(map(torch.equal, first, once()))
-    torch.cuda.synchronize()
-    assert outcomes == 50
-    assert all(value.float().abs().max() > 0 for value in first)
+    assert_one_outcome_of_fifty(once)
 
 
 def test_gradients_do_not_see_packing_and_are_near_float64():

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.gpu.draws import random
+
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 64, 65, 100, 128, 129, 200, 256, 300, 512, 1000, 2048)
 PLACES = (1, 5, 64, 129, 500)
 SHAPES = {
@@ -28,11 +30,6 @@ SHAPES = {
     "tiny down": (176, 128),
 }
 HEADS = {"qwen": (14, 2, 64), "smol": (9, 3, 64), "wide": (16, 8, 128)}
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, device="cuda") * scale).bfloat16()
 
 
 def broken_rows(op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[object]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.gpu.test_op_laws import random
+from tests.gpu.draws import assert_one_outcome_of_fifty, random
 
 
 def test_fifty_repeats_beside_a_second_stream_give_one_outcome():
@@ -41,17 +41,7 @@ def test_fifty_repeats_beside_a_second_stream_give_one_outcome():
         loss = scores.sum() + 0.1 * entropy.sum()
         return [scores.detach(), entropy.detach(), *torch.autograd.grad(loss, [*leaves, table])]
 
-    first = once()
-    noise, busy = torch.cuda.Stream(), random(4096, 4096)
-    outcomes = 0
-    for _ in range(50):
-        with torch.cuda.stream(noise):
-            for _ in range(4):
-                busy = (busy @ busy).mul_(1e-3)
-        outcomes += all(map(torch.equal, first, once()))
-    torch.cuda.synchronize()
-    assert outcomes == 50
-    assert all(value.float().abs().max() > 0 for value in first)
+    assert_one_outcome_of_fifty(once)
 
 
 def test_a_graph_replays_the_bits_of_the_launches_it_captured():

@@ -100,12 +100,14 @@ def write_run(run: Path, rollout: list[list[float]], trainer: list[list[float]])
 
 
 def check(run: Path) -> subprocess.CompletedProcess[str]:
+    # From another folder and isolated, so that nothing of this project can be imported.
     return subprocess.run(
         [sys.executable, "-I", str(CHECKER), str(run)],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
+        cwd=run,
     )
 
 
