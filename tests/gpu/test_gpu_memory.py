@@ -24,14 +24,16 @@ def test_a_process_that_holds_memory_is_named_and_its_end_is_waited_for() -> Non
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        held = read_usage().processes
-        assert held[holder.pid] > 1024
-        # Other programs may be on this GPU; they are none of this test's.
-        others = held.keys() - {holder.pid}
+        assert read_usage().processes[holder.pid] > 1024
         with pytest.raises(EngineError, match=rf"process {holder.pid} \(\d+ MiB\) still holds"):
-            at_once.require_only(others, what="stage train")
-        at_once.require_only(held, what="stage train")
+            at_once.require_only(others_than(holder.pid), what="stage train")
+        at_once.require_only(read_usage().processes, what="stage train")
     finally:
         holder.kill()
         holder.wait()
-    patient.require_only(others, what="leg b")
+    patient.require_only(others_than(holder.pid), what="leg b")
+
+
+def others_than(pid: int) -> set[int]:
+    """Other programs may be on this GPU, and come and go; they are none of this test's."""
+    return read_usage().processes.keys() - {pid}

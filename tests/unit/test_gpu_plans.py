@@ -36,7 +36,10 @@ def names(value: dict[str, Any], prefix: str = "") -> set[str]:
 
 def faults(command: list[str]) -> list[str]:
     """What a command names and is not there."""
-    module = command[command.index("-m") + 1]
+    if command[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return [word for word in command[1:] if "=" not in word and word not in targets]
+    module = "flows.cli" if command[0] == "lockstep" else command[command.index("-m") + 1]
     if module == "pytest":
         paths = [word for word in command if word.startswith("tests/")]
         return [path for path in paths if not (ROOT / path).exists()]
@@ -81,6 +84,8 @@ def test_a_phase_fits_into_a_call_of_ten_minutes(plan: Path) -> None:
         (["python3", "-m", "tools.gpu.bench_vllm", "aligned", "--round", "2"], ["--round"]),
         (["python3", "-m", "tools.gpu.bench_gone"], ["tools.gpu.bench_gone"]),
         (["python3", "-m", "pytest", "tests/gpu/test_gone.py"], ["tests/gpu/test_gone.py"]),
+        (["make", "test-gone", "TEST_WORKERS=2"], ["test-gone"]),
+        (["lockstep", "run", "x", "--devices", "cuda"], ["--devices"]),
         (
             ["python3", "-m", "flows.cli", "run", "x", "--set", "plan.steps=1", "--run-ids", "a"],
             ["--run-ids", "plan.steps"],
