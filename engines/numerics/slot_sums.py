@@ -34,6 +34,10 @@ class OpSums:
         """
         return self._totals.pop(index, None)
 
+    def dtype_of_sum(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which an op may leave its sum: `dtype` in the last part alone."""
+        return dtype if self._is_last else torch.float32
+
     def rounded(self, index: int, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """Return `total` in `dtype` in the last part of a slot; keep it and return None before."""
         if self._is_last:

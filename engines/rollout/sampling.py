@@ -53,6 +53,7 @@ def sampling_params(
     infinity, and looks for no stop string.
     """
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         n=1,
@@ -67,6 +68,8 @@ def sampling_params(
         # 0: only the sampled token's own log-prob.
         logprobs=0,
         ignore_eos=False,
+        # vLLM's default builds an answer of all tokens so far for every new token.
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -49,13 +49,16 @@ def behaviour_logprobs(samples: Sequence[TrainSample], loss: LossSpec) -> torch.
     return torch.tensor([value for sample in samples for value in sample.rollout_logprobs])
 
 
-def require_no_gradient(model: torch.nn.Module) -> None:
+def require_no_gradient(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Require that a part of a slot that is not its last has left no gradient behind.
+
+    Args:
+        parameters: Name and tensor of everything that a backward leaves gradients on.
 
     Raises:
         EngineError: A parameter has one: its op has rounded too early.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         if parameter.grad is not None:
             raise EngineError(
                 f"{name} was given a gradient before the last micro-batch of its slot: its op does "

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,14 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
     def _forget_gradients(self) -> None:
         """Drop whatever a failed update has left behind; no collective, since one rank may fail."""
 
+    def _with_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of everything that a backward leaves gradients on."""
+        yield from self._model.named_parameters()
+
+    def _unchanged_weights(self) -> AbstractContextManager[None]:
+        """Stand around several forwards of the same weights, and their backwards."""
+        return nullcontext()
+
     @abstractmethod
     def wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor in the wire dtype), plain and independent of the masters."""
@@ -227,15 +236,15 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
         )
         chunks = [[samples[index] for index in indices] for indices in plan]
         mine: dict[str, torch.Tensor] = {}
-        for first in range(0, len(chunks), self._world_size):
-            # A forward is a collective: a rank without a chunk repeats the last one.
-            slot = pack_slot(chunks[min(first + self._rank, len(chunks) - 1)])
-            with torch.no_grad():
+        with torch.no_grad(), self._unchanged_weights():
+            for first in range(0, len(chunks), self._world_size):
+                # A forward is a collective: a rank without a chunk repeats the last one.
+                slot = pack_slot(chunks[min(first + self._rank, len(chunks) - 1)])
                 logprobs, _ = self._model(slot)
-            mine |= {
-                name: row.clone()
-                for name, row in zip(slot.request_ids, slot.split(logprobs), strict=True)
-            }
+                mine |= {
+                    name: row.clone()
+                    for name, row in zip(slot.request_ids, slot.split(logprobs), strict=True)
+                }
         merged = {name: row for part in all_objects(mine) for name, row in part.items()}
         return {sample.request_id: merged[sample.request_id] for sample in samples}
 
@@ -319,15 +328,16 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
             max_rows=self.spec.trainer_options.max_tokens_per_rank,
         )
         mine: list[SampleFigures] = []
-        try:
-            for parts in slots[self._rank :: self._world_size]:
-                parted = [[samples[index] for index in part] for part in parts]
-                mine += self._run_slot(parted, totals)
-                self._take_slot_gradient()
-            summed = self._take_update_gradient()
-        except BaseException:
-            self._forget_gradients()  # the next update would add them to its own
-            raise
+        with self._unchanged_weights():
+            try:
+                for parts in slots[self._rank :: self._world_size]:
+                    parted = [[samples[index] for index in part] for part in parts]
+                    mine += self._run_slot(parted, totals)
+                    self._take_slot_gradient()
+                summed = self._take_update_gradient()
+            except BaseException:
+                self._forget_gradients()  # the next update would add them to its own
+                raise
         by_id = {figure.request_id: figure for part in all_objects(mine) for figure in part}
         gradients = {name: shard.like(summed[name]) for name, shard in self._shards.items()}
         return gradients, [by_id[sample.request_id] for sample in samples]
@@ -342,7 +352,7 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
             with sums.part(last=number == len(parts)):
                 figures += self._backward(samples, totals)
             if number == 1 < len(parts) and isinstance(self.spec.reduction, TreeReduction):
-                require_no_gradient(self._model)
+                require_no_gradient(self._with_gradients())
         return figures
 
     def _backward(

@@ -77,6 +77,8 @@ class User:
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_VERBOSITY": "debug",
             "HF_HUB_ETAG_TIMEOUT": "5",
+            # The command line waits as long for Prefect's server, on a machine that is busy.
+            "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
             "PYTHONPATH": str(ROOT),
             **variables,
         }

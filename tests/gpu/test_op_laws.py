@@ -59,6 +59,30 @@ def test_a_row_of_a_product_does_not_see_the_other_rows(name):
     assert broken_rows(lambda g: numerics.linear_input_gradient((g,), (weight,)), gradient) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_that_matrices_share_is_the_sum_of_the_products_of_each(dtype):
+    from engines import numerics
+
+    for inner, parts in ((896, (896, 128, 128)), (576, (576, 192, 192)), (896, (4864, 4864))):
+        weights = [
+            random(part, inner, seed=part + i, scale=0.02).to(dtype) for i, part in enumerate(parts)
+        ]
+        upstream = [random(1300, part, seed=3 + i).to(dtype) for i, part in enumerate(parts)]
+        shared = numerics.linear_input_gradient(upstream, weights)
+        total = torch.zeros(1300, inner, device="cuda")
+        for gradient, weight in zip(upstream, weights, strict=True):
+            total += numerics.linear_input_gradient((gradient,), (weight,)).float()
+        assert torch.equal(shared, total.to(dtype))
+        width = sum(parts)
+        assert (
+            broken_rows(
+                lambda g, p=parts, w=weights: numerics.linear_input_gradient(g.split(p, 1), w),
+                random(1300, width, seed=4).to(dtype),
+            )
+            == []
+        )
+
+
 def test_fused_and_separate_matrices_give_the_same_columns():
     from engines import numerics
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from engines.numerics.cuda.matmul import add_weight_gradient, matmul
+from engines.numerics.cuda.matmul import add_weight_gradient, matmul, summed_input_gradient
 from engines.numerics.cuda.rows import block_sum
 from engines.numerics.slot_sums import next_op_sums
 
@@ -58,6 +58,8 @@ def linear_input_gradient(
         raise ValueError("linear_input_gradient: no matrices were given")
     if len(gradients) == 1:
         return matmul(gradients[0].contiguous(), weights[0], None, transposed=False)
+    if len(gradients) <= 3:
+        return summed_input_gradient(gradients, weights)
     total: torch.Tensor | None = None
     for gradient, weight in zip(gradients, weights, strict=True):
         part = matmul(gradient.contiguous(), weight, None, transposed=False)
@@ -77,11 +79,19 @@ def linear_weight_gradient(
         total: float32 `[N, K]` to go on from, changed in place; None starts from zero. Going on
             after a multiple of 64 rows gives the bits of one call over all rows.
     """
-    fresh = total is None
     if total is None:
-        total = torch.empty(gradient.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
-    add_weight_gradient(total, gradient, x, fresh=fresh)
+        return _weight_gradient(gradient, x, None, torch.float32)
+    add_weight_gradient(total, gradient, x)
     return total
+
+
+def _weight_gradient(
+    gradient: torch.Tensor, x: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the weight gradient, summed on from `total` in float32 and rounded to `dtype`."""
+    out = torch.empty(gradient.shape[1], x.shape[1], dtype=dtype, device=x.device)
+    add_weight_gradient(out if total is None else total, gradient, x, out=out, fresh=total is None)
+    return out
 
 
 class _Linear(torch.autograd.Function):
@@ -108,12 +118,14 @@ class _Linear(torch.autograd.Function):
         of_parameters: list[torch.Tensor | None] = [None] * (2 * count)
         for index, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
             if needed[index]:
-                total = linear_weight_gradient(gradient, x, total=ctx.sums.total(index))
+                dtype = ctx.sums.dtype_of_sum(weight.dtype)
+                total = _weight_gradient(gradient, x, ctx.sums.total(index), dtype)
                 of_parameters[index] = ctx.sums.rounded(index, total, weight.dtype)
         for index, (gradient, dtype) in enumerate(
             zip(gradients, ctx.bias_dtypes, strict=True), start=count
         ):
             if needed[index]:
-                total = block_sum(gradient, total=ctx.sums.total(index))
+                wide = ctx.sums.dtype_of_sum(dtype)
+                total = block_sum(gradient, total=ctx.sums.total(index), dtype=wide)
                 of_parameters[index] = ctx.sums.rounded(index, total, dtype)
         return of_x, None, *of_parameters

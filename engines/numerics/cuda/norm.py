@@ -129,5 +129,6 @@ class _RmsNorm(torch.autograd.Function):
                 x, weight, aligned(gradient), of_x, of_weight, x.shape[1], ctx.eps,
                 BLOCK=power_of_two(x.shape[1]), num_warps=_WARPS,
             )  # fmt: skip
-        total = block_sum(of_weight, total=ctx.sums.total(0))
+        dtype = ctx.sums.dtype_of_sum(weight.dtype)
+        total = block_sum(of_weight, total=ctx.sums.total(0), dtype=dtype)
         return of_x, ctx.sums.rounded(0, total, weight.dtype), None

@@ -30,14 +30,18 @@ def _column_sum_kernel(
             row = block * block_rows + first + step
             mask = inside & (row < rows)
             total += tl.load(x_ptr + row * stride + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + block * columns + column, total, mask=inside)
+    tl.store(
+        out_ptr + block * columns + column, total.to(out_ptr.dtype.element_ty), mask=inside
+    )  # fmt: skip
 
 
-def _column_sums(x: torch.Tensor, *, block_rows: int) -> torch.Tensor:
+def _column_sums(
+    x: torch.Tensor, *, block_rows: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Sum each `block_rows` (a multiple of 8) rows in ascending order; `[blocks, columns]`."""
     rows, columns = x.shape
     blocks = -(-rows // block_rows)
-    out = torch.empty(blocks, columns, dtype=torch.float32, device=x.device)
+    out = torch.empty(blocks, columns, dtype=dtype, device=x.device)
     if out.numel():
         grid = (blocks, triton.cdiv(columns, _COLUMNS))
         _column_sum_kernel[grid](
@@ -47,20 +51,24 @@ def _column_sums(x: torch.Tensor, *, block_rows: int) -> torch.Tensor:
     return out
 
 
-def block_sum(rows: torch.Tensor, *, total: torch.Tensor | None = None) -> torch.Tensor:
+def block_sum(
+    rows: torch.Tensor, *, total: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Sum over rows: ascending inside each block of 64 rows, then blocks left to right.
 
     Args:
         rows: float32 or bfloat16 `[rows, columns]`.
         total: float32 `[columns]` to go on from; None starts from zero. Going on after a multiple
             of 64 rows gives the bits of one call over all rows.
+        dtype: of the result: the float32 sum is rounded to it once.
 
     Returns:
-        float32 `[columns]`; trailing zero rows, and whole blocks of them, change no bit.
+        `[columns]`; trailing zero rows, and whole blocks of them, change no bit.
     """
     blocks = _column_sums(row_major(rows), block_rows=ROW_BLOCK)
     if total is not None:
         blocks = torch.cat([total[None], blocks])
     if not blocks.shape[0]:
-        return blocks.new_zeros(rows.shape[1])
-    return _column_sums(blocks, block_rows=-(-blocks.shape[0] // _UNROLL) * _UNROLL)[0]
+        return blocks.new_zeros(rows.shape[1], dtype=dtype)
+    block_rows = -(-blocks.shape[0] // _UNROLL) * _UNROLL
+    return _column_sums(blocks, block_rows=block_rows, dtype=dtype)[0]

@@ -8,7 +8,8 @@ forward, and reduces a slot's gradient as soon as its backward has run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,11 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from engines.contracts import TrainSample
 from engines.train.fsdp2.model import EXACT_OPS, build_model, share_forward
 from engines.train.fsdp2.sharding import parameter_shards, shard_model
 from engines.train.fsdp2.stock import stock_forward
-from engines.train.grpo import SampleFigures, UpdateTotals
 from engines.train.reduction import BinaryCounter
 from engines.train.shards import Shard, gathered
 from engines.train.trainer import GrpoTrainer
@@ -53,27 +52,47 @@ class Fsdp2Trainer(GrpoTrainer):
             mesh=mesh,
             compute_dtype=self._compute_dtype,
             reduction=self.spec.reduction,
+            cast_inputs=self.spec.numerics.policy != "aligned",
         )
         return parameter_shards(self._model)
 
-    def _backward(
-        self, samples: Sequence[TrainSample], totals: UpdateTotals
-    ) -> list[SampleFigures]:
-        """Run forward and backward; on one rank the gathered copy is kept from one to the other.
+    @contextmanager
+    def _unchanged_weights(self) -> Iterator[None]:
+        """Keep the gathered copy on one rank, and free it at the end for the next weights.
 
-        It costs launches to make it again and, where a rank owns all rows, a sixth of the memory
-        of masters and moments to keep it. Backward frees it, so that the next forward sees
-        the next weights.
+        It costs launches to make it again for every slot and, where a rank owns all rows, a sixth
+        of the memory of masters and moments to keep it.
         """
-        options = self.spec.trainer_options
-        if self._world_size > 1 or options.gradient_checkpointing:
-            return super()._backward(samples, totals)
-        assert isinstance(self._model, FSDPModule)
-        self._model.set_reshard_after_forward(False)
+        model = self._model
+        assert isinstance(model, FSDPModule)
+        if self._world_size > 1 or self.spec.trainer_options.gradient_checkpointing:
+            yield
+            return
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(False)
         try:
-            return super()._backward(samples, totals)
+            yield
         finally:
-            self._model.set_reshard_after_forward(True)
+            self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        """Free every gathered copy, so that the next forward makes one of the masters it finds."""
+        assert isinstance(self._model, FSDPModule)
+        # First: it decides whether a module that is inside of a forward lets go of its copy.
+        self._model.set_reshard_after_forward(True)
+        self._model.set_reshard_after_backward(True)
+        for module in self._sharded_modules():
+            module.reshard()
+
+    def _with_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Masters have the reduced gradients, whichever of the two the model has in its place."""
+        yield from super()._with_gradients()
+        for name, shard in self._shards.items():
+            assert shard.sharded is not None
+            yield name, shard.sharded
+
+    def _sharded_modules(self) -> list[FSDPModule]:
+        return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
 
     def _take_slot_gradient(self) -> None:
         """Under the tree, add the slot; under the stock reduction FSDP2 adds rounds up itself."""
@@ -94,11 +113,10 @@ class Fsdp2Trainer(GrpoTrainer):
         """
         self._counter = BinaryCounter()
         assert isinstance(self._model, FSDPModule)
-        modules = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
-        self._model.zero_grad(set_to_none=True)  # of gathered copies
-        for module in modules:
-            module.reshard()
-        self._model.zero_grad(set_to_none=True)  # of masters, which are the parameters again
+        for _, parameter in self._with_gradients():
+            parameter.grad = None
+        self._free_gathered()
+        modules = self._sharded_modules()
         if hasattr(FSDPModule, "reset_iter_state"):  # torch 2.11, of the CUDA environment, has none
             self._model.reset_iter_state()
         elif any(m._get_fsdp_state()._training_state != TrainingState.IDLE for m in modules):
@@ -107,7 +125,10 @@ class Fsdp2Trainer(GrpoTrainer):
     def _taken(self) -> list[torch.Tensor]:
         """Detach this rank's reduced float32 gradients from the parameters, in order."""
         taken = []
-        for name, parameter in self._model.named_parameters():
+        for name, shard in self._shards.items():
+            # The model itself may have the gathered copy in the place of the master.
+            parameter = shard.sharded
+            assert parameter is not None
             if parameter.grad is None:
                 raise EngineError(f"{name} was given no gradient; the forward does not use it")
             taken.append(parameter.grad.to_local())

@@ -26,9 +26,15 @@ def shard_model(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     reduction: TreeReduction | StockReduction,
+    cast_inputs: bool,
 ) -> None:
-    """Shard each decoder layer and the root of a transformers causal LM, in place."""
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    """Shard each decoder layer and the root of a transformers causal LM, in place.
+
+    `cast_inputs` brings what a layer is given to the compute dtype; on the shared ops it has it.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
+    )
     # The root is resharded after forward too: its gathered copy would otherwise outlive a forward
     # without backward and hide a change of the weights from the next one.
     for module in (*model.get_submodule("model.layers").children(), model):

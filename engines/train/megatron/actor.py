@@ -65,8 +65,12 @@ class MegatronTrainer(GrpoTrainer):
         """Scatter the slot's gradient over the ranks, added in rank order, and add it up."""
         flat = self._layout.empty()
         views = self._layout.views(flat)
-        for block in self._gradient_blocks():
-            views[block.name][block.row_offset :][: len(block.rows)] = block.rows
+        blocks = list(self._gradient_blocks())
+        # All at once: one at a time is a launch for each, slot by slot.
+        torch._foreach_copy_(
+            [views[block.name][block.row_offset :][: len(block.rows)] for block in blocks],
+            [block.rows for block in blocks],
+        )
         if isinstance(self.spec.reduction, TreeReduction):
             self._counter.push([self._scattered(flat)])
             return

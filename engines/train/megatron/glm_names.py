@@ -2,8 +2,9 @@
 
 Conversion only: no trainer runs this family. As in `engines.train.megatron.names` every element of
 both layouts is covered exactly once, so a conversion there and back is bitwise the identity. The
-indexer rotates the first channels of each head in the checkpoint and the last ones in Megatron, so
-its rows are moved; experts are named one by one, as in checkpoint files.
+indexer rotates the first channels of each head in the checkpoint and in Megatron-core 0.19, and the
+last ones in 0.16, for which its rows are moved; experts are named one by one, as in checkpoint
+files.
 
     hf_state = glm_to_hf(megatron_state, sizes)
     megatron_state = hf_to_glm(hf_state, sizes, shapes)
@@ -15,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import megatron.core
 import torch
 
 from engines.train.megatron.names import (
@@ -25,6 +27,9 @@ from engines.train.megatron.names import (
     write_blocks,
 )
 from model_specs.errors import EngineError
+
+ROTATES_FIRST = tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 19)
+"""Whether the installed Megatron rotates the first channels of an indexer head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +115,16 @@ def glm_blocks(name: str, tensor: torch.Tensor, sizes: GlmSizes) -> Iterator[Log
 def _indexer_rows(
     name: str, tensor: torch.Tensor, heads: int, sizes: GlmSizes
 ) -> Iterator[LogicalBlock]:
-    """Yield, for each head, the rows that are not rotated and then those that are."""
+    """Yield the rows in Megatron's order: 0.16 has those of a head that are not rotated first."""
     width, rope = sizes.index_head_dim, sizes.rope_dim
     if tensor.shape[0] != heads * width:
         raise EngineError(
             f"{name} has {tensor.shape[0]} rows, but {heads} indexer heads of {width} have "
             f"{heads * width}"
         )
+    if ROTATES_FIRST:
+        yield LogicalBlock(name=name, row_offset=0, rows=tensor)
+        return
     for head in range(heads):
         first, split = head * width, (head + 1) * width - rope
         yield LogicalBlock(name=name, row_offset=first + rope, rows=tensor[first:split])

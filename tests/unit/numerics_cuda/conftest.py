@@ -1,9 +1,10 @@
 """Runs `engines.numerics.cuda` on the device, or in Triton's interpreter where there is none.
 
-In the CPU environment `triton` is an empty stand-in, so the kernels cannot even be defined in the
-process that runs the suite: there this folder is one test, `test_in_interpreter.py`, which runs all
-the others in a process of their own that has the real package. Where the real package is there, the
-others are collected as ever.
+Without a device this folder is one test, `test_in_interpreter.py`, which runs all the others in
+processes of their own: the interpreter has to be asked for before the first kernel is defined,
+which other tests of the suite may have done, and in the CPU environment `triton` is an empty
+stand-in, so that none can be. With a device, or with TRITON_INTERPRET=1, the others are collected
+as ever.
 """
 
 from __future__ import annotations
@@ -46,11 +47,10 @@ def add_in_one_order() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-if has_triton():
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if has_triton() and (INTERPRETED or torch.cuda.is_available()):
     collect_ignore = [IN_INTERPRETER]
-    if not torch.cuda.is_available():
-        # Read when a kernel is defined: before triton and `engines.numerics.cuda` are imported.
-        os.environ["TRITON_INTERPRET"] = "1"
+    if INTERPRETED:
         add_in_one_order()
 else:
     collect_ignore = [
@@ -61,4 +61,4 @@ else:
 @pytest.fixture
 def device() -> str:
     """Where the kernels run: the device, or the CPU's memory under the interpreter."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"

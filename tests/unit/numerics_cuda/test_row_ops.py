@@ -157,6 +157,50 @@ def test_a_linear_row_is_its_own_and_columns_do_not_see_each_other(device, dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(24, 72), (64, 16, 16)])
+def test_one_launch_for_several_matrices_has_the_bits_of_one_launch_each(device, sizes, dtype):
+    from engines.numerics import cuda
+    from engines.numerics.cuda.matmul import matmul, summed_input_gradient
+
+    weights = [
+        random(size, 40, dtype=dtype, seed=size + i).to(device) for i, size in enumerate(sizes)
+    ]
+    upstream = [
+        random(70, size, dtype=dtype, seed=9 + i).to(device) for i, size in enumerate(sizes)
+    ]
+    parts = [matmul(g, w, transposed=False).float() for g, w in zip(upstream, weights, strict=True)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    found = summed_input_gradient(upstream, weights)
+    assert torch.equal(found, total.to(dtype))
+    assert torch.equal(cuda.linear_input_gradient(upstream, weights), found)
+    # The control: the parts are not added in one order for nothing.
+    turned = summed_input_gradient(upstream[::-1], weights[::-1])
+    assert len(sizes) == 2 or dtype != torch.float32 or not torch.equal(turned, found)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_sum_that_is_written_rounded_has_the_bits_of_one_that_is_rounded_afterwards(
+    device, goes_on
+):
+    from engines.numerics.cuda.matmul import add_weight_gradient
+    from engines.numerics.cuda.rows import block_sum
+
+    gradient, x = random(192, 20, dtype=HALF).to(device), random(192, 24, dtype=HALF).to(device)
+    before = random(20, 24, seed=3).to(device)
+    total, out = before.clone(), torch.empty(20, 24, dtype=HALF, device=device)
+    add_weight_gradient(total, gradient, x, out=out, fresh=not goes_on)
+    assert torch.equal(total, before)
+    add_weight_gradient(total, gradient, x, fresh=not goes_on)
+    assert torch.equal(out, total.to(HALF))
+    before = before[0, :20].contiguous() if goes_on else None
+    rounded = block_sum(gradient, total=before, dtype=HALF)
+    assert rounded.dtype == HALF
+    assert torch.equal(rounded, block_sum(gradient, total=before).to(HALF))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_gradient_goes_on_from_a_total_and_ignores_zero_rows(device, dtype):
     from engines.numerics import cuda
 
