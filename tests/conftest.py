@@ -83,11 +83,8 @@ def pytest_xdist_node_collection_finished(node: Any, ids: Sequence[str]) -> None
 def group_of(item: pytest.Item) -> str:
     """Which tests have to run in the process of this one."""
     groups = {SHARED[name] for name in getattr(item, "fixturenames", ()) if name in SHARED}
-    # One process has one Ray session at a time, and `runner` keeps its own until the end. On a GPU
-    # some tests measure the memory of all of it, so no two may run at a time.
-    if item.path.is_relative_to(GPU_TESTS) or any(
-        hasattr(getattr(item, "module", None), name) for name in STARTS_RAY
-    ):
+    # One process has one Ray session at a time, and `runner` keeps its own until the end.
+    if any(hasattr(getattr(item, "module", None), name) for name in STARTS_RAY):
         groups.add("engines")
     alone = item.nodeid if item.path.name == PAGES else str(item.path.relative_to(TESTS))
     return min(groups, default=alone)
