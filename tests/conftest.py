@@ -39,6 +39,8 @@ SHARED = {
 """Fixture that takes minutes -> group of tests that share it."""
 STARTS_RAY = ("Cluster", "processes")
 """Names that a test file imports where it starts a Ray session of its own."""
+ENDED = "lockstep_collection_ended"
+"""Of what a worker of xdist tells: why its collection ended."""
 PAGES = "test_documented_commands.py"
 """Its tests share nothing."""
 
@@ -47,6 +49,18 @@ PAGES = "test_documented_commands.py"
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what needs a device or a CPU build, and leave out or skip what cannot run here."""
+    try:
+        mark_and_select(config, items)
+    except BaseException as error:
+        # A worker of xdist tells nobody, and sends the tests as they are, without their groups.
+        items.clear()
+        if hasattr(config, "workeroutput"):
+            config.workeroutput[ENDED] = f"{type(error).__name__}: {error}"
+        raise
+
+
+def mark_and_select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Do what the hook is for."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group_of(item)))
         if item.path.is_relative_to(GPU_TESTS):
@@ -70,11 +84,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Say why a worker of xdist has ended its collection."""
+    reason = getattr(node, "workeroutput", {}).get(ENDED)
+    if reason is not None:
+        pytest.exit(f"{node.gateway.id}: {reason}", returncode=pytest.ExitCode.USAGE_ERROR)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: Sequence[str]) -> None:
     """End where xdist has not seen the groups: it would go on without, at double the time."""
-    if node.config.getoption("dist") == "loadgroup" and not all("@" in name for name in ids):
+    ungrouped = [name for name in ids if "@" not in name]
+    if node.config.getoption("dist") == "loadgroup" and ungrouped:
         pytest.exit(
-            f"pytest-xdist does not group tests with pytest {pytest.__version__}; install the "
+            f"pytest-xdist groups {len(ids) - len(ungrouped)} of {len(ids)} tests with pytest "
+            f"{pytest.__version__}, and not {ungrouped[0]}; install the "
             "versions of constraints/ (https://github.com/pytest-dev/pytest-xdist/issues/1386)",
             returncode=pytest.ExitCode.USAGE_ERROR,
         )
@@ -105,10 +129,9 @@ def refuse_divided_fixtures(items: Sequence[pytest.Item]) -> None:
                 groups.setdefault((definitions[-1].baseid, name), set()).add(group_of(item))
     for (file, name), found in groups.items():
         if len(found) > 1:
-            pytest.exit(
+            raise pytest.UsageError(
                 f"fixture {name!r} of {file} is used in the groups {sorted(found)}: name it in "
-                "SHARED of tests/conftest.py, or give it the scope of the session",
-                returncode=pytest.ExitCode.USAGE_ERROR,
+                "SHARED of tests/conftest.py, or give it the scope of the session"
             )
 
 
