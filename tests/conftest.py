@@ -11,7 +11,7 @@ run stay together, and otherwise a file does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ STARTS_RAY = ("Cluster", "processes")
 """Names that a test file imports where it starts a Ray session of its own."""
 ENDED = "lockstep_collection_ended"
 """Of what a worker of xdist tells: why its collection ended."""
+UNGROUPED = pytest.StashKey[str]()
 PAGES = "test_documented_commands.py"
 """Its tests share nothing."""
 
@@ -49,18 +50,6 @@ PAGES = "test_documented_commands.py"
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what needs a device or a CPU build, and leave out or skip what cannot run here."""
-    try:
-        mark_and_select(config, items)
-    except BaseException as error:
-        # A worker of xdist tells nobody, and sends the tests as they are, without their groups.
-        items.clear()
-        if hasattr(config, "workeroutput"):
-            config.workeroutput[ENDED] = f"{type(error).__name__}: {error}"
-        raise
-
-
-def mark_and_select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Do what the hook is for."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group_of(item)))
         if item.path.is_relative_to(GPU_TESTS):
@@ -83,25 +72,51 @@ def mark_and_select(config: pytest.Config, items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="not run: this machine has no CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+    """Keep why a worker of xdist has ended at its collection: it tells nobody by itself."""
+    try:
+        return (yield)
+    except BaseException as error:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput[ENDED] = f"{type(error).__name__}: {error}"
+        raise
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Say why a worker of xdist has ended its collection."""
+    """Say it, where the worker is known to have ended."""
     reason = getattr(node, "workeroutput", {}).get(ENDED)
     if reason is not None:
-        pytest.exit(f"{node.gateway.id}: {reason}", returncode=pytest.ExitCode.USAGE_ERROR)
+        end(f"{node.gateway.id} ended at its collection: {reason}")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: Sequence[str]) -> None:
-    """End where xdist has not seen the groups: it would go on without, at double the time."""
+    """Keep that xdist has not seen the groups: it would go on without, at double the time.
+
+    A worker that has ended at its collection sends its tests without groups too, so whether this
+    is xdist's fault is known when the first test begins.
+    """
     ungrouped = [name for name in ids if "@" not in name]
     if node.config.getoption("dist") == "loadgroup" and ungrouped:
-        pytest.exit(
+        node.config.stash[UNGROUPED] = (
             f"pytest-xdist groups {len(ids) - len(ungrouped)} of {len(ids)} tests with pytest "
-            f"{pytest.__version__}, and not {ungrouped[0]}; install the "
-            "versions of constraints/ (https://github.com/pytest-dev/pytest-xdist/issues/1386)",
-            returncode=pytest.ExitCode.USAGE_ERROR,
+            f"{pytest.__version__}, and not {ungrouped[0]}; install the versions of constraints/ "
+            "(https://github.com/pytest-dev/pytest-xdist/issues/1386)"
         )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """End where tests run without their groups."""
+    config = getattr(report, "node", None) and report.node.config  # of xdist's controller alone
+    if config and UNGROUPED in config.stash:
+        end(config.stash[UNGROUPED])
+
+
+def end(reason: str) -> None:
+    """End the suite with a message."""
+    pytest.exit(reason, returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 def group_of(item: pytest.Item) -> str:
