@@ -1,7 +1,8 @@
 """The FSDP2 trainer: a transformers causal LM on the shared ops, sharded by `fully_shard`.
 
 Masters are the sharded parameters themselves; FSDP2 gathers a copy in the compute dtype for each
-forward, and reduces a slot's gradient as soon as its backward has run.
+forward, on one rank for all forwards of an update, and reduces a slot's gradient as soon as its
+backward has run.
 
     trainer = Fsdp2Trainer(spec_json, dcp_dir=folder, rank=0, world_size=1, rendezvous="file://...")
 """
@@ -141,7 +142,7 @@ class Fsdp2Trainer(GrpoTrainer):
             yield name, gathered(shard, shard.local.to(self._compute_dtype, copy=True))
 
     def _publish(self) -> None:
-        """Do nothing: every forward gathers a fresh copy of the masters."""
+        """Do nothing: no gathered copy outlives an update, so the next one is of these masters."""
 
     def _decoder_layers(self) -> list[torch.nn.Module]:
         return list(self._model.get_submodule("model.layers").children())
