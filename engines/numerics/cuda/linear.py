@@ -79,17 +79,20 @@ def linear_weight_gradient(
         total: float32 `[N, K]` to go on from, changed in place; None starts from zero. Going on
             after a multiple of 64 rows gives the bits of one call over all rows.
     """
-    if total is None:
-        return _weight_gradient(gradient, x, None, torch.float32)
-    add_weight_gradient(total, gradient, x)
-    return total
+    return _weight_gradient(gradient, x, total, torch.float32)
 
 
 def _weight_gradient(
     gradient: torch.Tensor, x: torch.Tensor, total: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the weight gradient, summed on from `total` in float32 and rounded to `dtype`."""
-    out = torch.empty(gradient.shape[1], x.shape[1], dtype=dtype, device=x.device)
+    """Return the weight gradient, summed on from `total` and rounded to `dtype`.
+
+    A float32 sum that goes on is `total` itself, changed in place.
+    """
+    if total is not None and dtype == total.dtype:
+        out = total
+    else:
+        out = torch.empty(gradient.shape[1], x.shape[1], dtype=dtype, device=x.device)
     add_weight_gradient(out if total is None else total, gradient, x, out=out, fresh=total is None)
     return out
 
