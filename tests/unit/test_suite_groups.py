@@ -51,7 +51,7 @@ def run(folder: Path, *workers: str) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
     said = done.stdout + done.stderr
