@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from engines.numerics.blocks import ROW_BLOCK, ROW_TILE, pad_rows
 from engines.numerics.linear import linear_input_gradient
 from engines.numerics.pointwise import silu_mul, silu_mul_gradient
+from engines.numerics.products import padded_linear
 from engines.numerics.slot_sums import next_op_sums
 
 
@@ -54,7 +54,7 @@ def expert_mlp(
 
 
 def _project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.linear(pad_rows(x, ROW_TILE), weight.contiguous())[: x.shape[0]]
+    return padded_linear(x, weight)[: x.shape[0]]
 
 
 def _places(experts: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:

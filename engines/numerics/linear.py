@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from engines.numerics.blocks import ROW_BLOCK, ROW_TILE, block_sum, pad_rows
+from engines.numerics.blocks import ROW_BLOCK, block_sum, pad_rows
+from engines.numerics.products import padded_linear, padded_matmul
 from engines.numerics.slot_sums import next_op_sums
 
 
@@ -73,7 +73,7 @@ def linear_input_gradient(
     """
     total: torch.Tensor | None = None
     for gradient, weight in zip(gradients, weights, strict=True):
-        product = pad_rows(gradient, ROW_TILE) @ weight.contiguous()
+        product = padded_matmul(gradient, weight)
         total = product.float() if total is None else total.add_(product)
     if total is None:
         raise ValueError("linear_input_gradient: no matrices were given")
@@ -115,9 +115,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.sums = next_op_sums()
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
-        padded = pad_rows(x, ROW_TILE)
         return tuple(
-            F.linear(padded, weight.contiguous(), bias)[: x.shape[0]]
+            padded_linear(x, weight, bias)[: x.shape[0]]
             for weight, bias in zip(weights, biases, strict=True)
         )
 

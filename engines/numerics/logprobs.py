@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from engines.numerics.blocks import ROW_BLOCK, ROW_TILE, pad_rows
+from engines.numerics.blocks import ROW_BLOCK
 from engines.numerics.linear import linear_input_gradient, linear_weight_gradient
+from engines.numerics.products import padded_linear
 from engines.numerics.slot_sums import next_op_sums
 
 FORBIDDEN_LOGIT = -1e30
@@ -225,6 +225,6 @@ def _head_chunk(
     forbidden: Forbidden | None,
 ) -> torch.Tensor:
     """Return float32 log-probs of these rows, `[rows padded to 16, V]`."""
-    logits = F.linear(pad_rows(hidden[rows], ROW_TILE), weight.contiguous())
+    logits = padded_linear(hidden[rows], weight)
     forbid_(logits[: rows.stop - rows.start], forbidden, rows)
     return log_softmax_rows(_tempered(logits, temperature))
