@@ -35,6 +35,10 @@ class Host:
         """Make the engine; apart from `__init__` so that a failure arrives with its own message."""
         self.engine = load(import_path)(*args, **kwargs)
 
+    def prepare(self, module: str) -> None:
+        """Import a module before it is needed; what fails here fails again where it is."""
+        importlib.import_module(module)
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the engine.
 

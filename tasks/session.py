@@ -41,6 +41,8 @@ from model_specs.variation import Variation
 
 logger = logging.getLogger("lockstep")
 
+ROLLOUT_MODULE = "engines.rollout.vllm_engine"
+
 _OPEN: dict[str, LegSession] = {}
 
 
@@ -118,7 +120,7 @@ class LegSession:
         spec_json = self.spec.model_dump_json()
         created = [
             host.actor.create.remote(
-                "engines.rollout.vllm_engine:VllmEngine",
+                f"{ROLLOUT_MODULE}:VllmEngine",
                 model.uri,
                 spec_json,
                 engine_index=index,
@@ -280,6 +282,8 @@ def leg_session(
             variation=variation,
         )
         guard.look()
+        for host in rollout_hosts:  # vLLM is imported while the first stages are run
+            host.actor.prepare.remote(ROLLOUT_MODULE)
         _OPEN[name] = session
         try:
             yield session
