@@ -22,7 +22,7 @@ from model_specs.run_spec import RunSpec
 from tasks import convert, download, gates, session, train
 from tests.flows.command_line import SHORT, CommandLine, Ended, clean_environment
 from tests.flows.mlflow_server import free_port
-from tests.flows.prefect_server import Server, serving
+from tests.flows.prefect_server import Server, listening, serving
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -92,8 +92,8 @@ def reference(runner: Runner) -> Path:
 
 
 @pytest.fixture(scope="session")
-def lockstep(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
-    """The command line, with one folder of runs and one Prefect database for all tests."""
+def lockstep_alone(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
+    """The command line as in a fresh shell: each command has a Prefect server of its own."""
     folder = tmp_path_factory.mktemp("command line")
     return CommandLine(
         runs_dir=folder / "runs", environment=clean_environment(folder / "prefect home")
@@ -101,9 +101,18 @@ def lockstep(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
 
 
 @pytest.fixture(scope="session")
-def twin(lockstep: CommandLine) -> Ended:
+def lockstep(
+    lockstep_alone: CommandLine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CommandLine]:
+    """The command line where a Prefect server is up, whose start takes as long as many a test."""
+    with listening(tmp_path_factory.mktemp("prefect"), "--no-services") as environment:
+        yield dataclasses.replace(lockstep_alone, environment=environment)
+
+
+@pytest.fixture(scope="session")
+def twin(lockstep_alone: CommandLine) -> Ended:
     """The main job as a user runs it: two legs of eight steps with all gates and controls."""
-    return lockstep("run", "tiny_cpu", "--twin", "--run-id", "twin")
+    return lockstep_alone("run", "tiny_cpu", "--twin", "--run-id", "twin")
 
 
 @pytest.fixture(scope="session")

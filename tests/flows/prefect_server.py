@@ -131,23 +131,29 @@ def is_healthy(url: str) -> bool:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Server]:
-    """Start a server, deploy the repository's `prefect.yaml` to it, and start a worker."""
+def listening(folder: Path, *flags: str) -> Iterator[dict[str, str]]:
+    """Start a server; yields the environment of what is to use it."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     url = f"http://127.0.0.1:{port}/api"
-    database = f"sqlite+aiosqlite:///{folder / 'prefect.db'}"
     environment = clean_environment(
         folder / "home",
         PREFECT_API_URL=url,
-        PREFECT_API_DATABASE_CONNECTION_URL=database,
+        PREFECT_API_DATABASE_CONNECTION_URL=f"sqlite+aiosqlite:///{folder / 'prefect.db'}",
         **telemetry_off_env(),
     )
-    running = Server(url=url, folder=folder, environment=environment)
-    start = ("server", "start", "--host", "127.0.0.1", "--port", port)
+    start = ("server", "start", "--host", "127.0.0.1", "--port", port, *flags)
     with in_background(folder / "server.log", environment, *start):
         wait_until(lambda: is_healthy(url), seconds=120, what="the Prefect server answers")
+        yield environment
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """Start a server, deploy the repository's `prefect.yaml` to it, and start a worker."""
+    with listening(folder) as environment:
+        running = Server(url=environment["PREFECT_API_URL"], folder=folder, environment=environment)
         for arguments in (
             ("work-pool", "create", "--type", "process", "lockstep"),
             ("deploy", "--all"),

@@ -61,6 +61,7 @@ def test_bfloat16_at_temperature_1_with_32_sequences(twin_folder: Path) -> None:
         assert_started_with(twin_folder / leg, dtype="bfloat16", max_num_seqs=32)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtype", "temperature", "max_num_seqs"), [("bfloat16", 0.6, 1), ("float32", 0.6, 32)]
 )

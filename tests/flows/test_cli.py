@@ -274,9 +274,11 @@ def test_exit_code_14_names_what_is_not_supported(lockstep: CommandLine) -> None
     assert "32, 64" in ended.stdout
 
 
-def test_exit_code_130_is_a_cancelled_run_and_leaves_no_process(lockstep: CommandLine) -> None:
+def test_exit_code_130_is_a_cancelled_run_and_leaves_no_process(
+    lockstep_alone: CommandLine,
+) -> None:
     arguments = ("run", "tiny_cpu", "--run-id", "cancelled", "--set", "plan.num_steps=500", *SHORT)
-    process = lockstep.start(*arguments)
+    process = lockstep_alone.start(*arguments)
     assert process.stdout is not None
     wait_for_line(process, r"^a 2/500 ")
     mark = mark_of(psutil.Process(process.pid))
@@ -288,8 +290,8 @@ def test_exit_code_130_is_a_cancelled_run_and_leaves_no_process(lockstep: Comman
     wait_until(
         lambda: not guard.marked_processes(mark), seconds=30, what=f"no process carries {mark}"
     )
-    assert read_ledger(lockstep.runs_dir / "cancelled" / "a").last_step >= 2
-    shown = lockstep("show", "cancelled", "--json")
+    assert read_ledger(lockstep_alone.runs_dir / "cancelled" / "a").last_step >= 2
+    shown = lockstep_alone("show", "cancelled", "--json")
     assert shown.code == Verdict.VACUOUS.exit_code
     assert json.loads(shown.stdout)["verdict"] is None
 

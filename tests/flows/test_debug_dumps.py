@@ -248,6 +248,7 @@ def test_only_train_only_goes_without_a_recipe() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_train_only_ends_identical_and_on_a_changed_dump_diverged(
     lockstep: CommandLine, flipped: Ended, tmp_path: Path
 ) -> None:

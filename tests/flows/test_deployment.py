@@ -72,6 +72,7 @@ def test_a_watched_nightly_ends_identical_with_exit_code_0(
     }
 
 
+@pytest.mark.exhaustive
 def test_a_watched_nightly_that_diverged_ends_red_and_logs_no_traceback(
     server: Server, second_night: Night
 ) -> None:

@@ -109,6 +109,7 @@ def test_the_resumed_leg_is_the_second_half_of_a_in_a_fresh_process(first_night:
     assert len(pids) == 7  # a: 2, b: 3, resume: 2
 
 
+@pytest.mark.exhaustive
 def test_the_second_night_compares_with_the_first_and_is_red_by_its_own_leg(
     second_night: Night,
 ) -> None:
@@ -150,6 +151,7 @@ def third_night(server: Server, second_night: Night, tmp_path_factory: Any) -> N
     return Night(code=ended.returncode, flow_run=shown, folder=runs_dir / "third")
 
 
+@pytest.mark.exhaustive
 def test_a_changed_op_is_red_against_last_night_and_is_the_first_suspect(
     third_night: Night,
 ) -> None:

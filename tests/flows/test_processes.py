@@ -48,9 +48,9 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
 class Watched:
     """A run in progress, seen from outside: its driver, mark and all processes so far."""
 
-    def __init__(self, lockstep: CommandLine, run_id: str) -> None:
+    def __init__(self, lockstep_alone: CommandLine, run_id: str) -> None:
         self.arguments = ("run", "tiny_cpu", "--run-id", run_id, *LONG)
-        self.process = lockstep.start(*self.arguments)
+        self.process = lockstep_alone.start(*self.arguments)
         try:
             self._wait_for_steps()
             self.mark = mark_of(psutil.Process(self.process.pid))
@@ -104,7 +104,7 @@ def assert_has_all_kinds(watched: Watched) -> None:
 
 
 def test_after_success_no_process_is_left(
-    lockstep: CommandLine, twin: Ended, twin_folder: Path
+    lockstep_alone: CommandLine, twin: Ended, twin_folder: Path
 ) -> None:
     assert twin.code == 0, twin
     legs = read_json(twin_folder / "verdict.json")["legs"]
@@ -116,18 +116,18 @@ def test_after_success_no_process_is_left(
         what=f"the engines of the twin are gone: {recorded}",
     )
     wait_until(
-        lambda: not started_under(lockstep),
+        lambda: not started_under(lockstep_alone),
         seconds=LIMIT_S,
         what="neither Ray's daemons nor Prefect's server are left",
     )
 
 
-def started_under(lockstep: CommandLine) -> list[psutil.Process]:
+def started_under(lockstep_alone: CommandLine) -> list[psutil.Process]:
     """Living processes whose environment names this command line's Prefect home, as no other does.
 
     Unlike the mark, which is made inside the command, it is known from outside.
     """
-    home = lockstep.environment["PREFECT_HOME"]
+    home = lockstep_alone.environment["PREFECT_HOME"]
     found = []
     for process in psutil.process_iter():
         try:
@@ -140,11 +140,11 @@ def started_under(lockstep: CommandLine) -> list[psutil.Process]:
 
 
 def test_a_killed_engine_ends_the_run_with_20_and_leaves_no_process(
-    lockstep: CommandLine, stranger: subprocess.Popen[bytes]
+    lockstep_alone: CommandLine, stranger: subprocess.Popen[bytes]
 ) -> None:
-    watched = Watched(lockstep, "engine-killed")
+    watched = Watched(lockstep_alone, "engine-killed")
     assert_has_all_kinds(watched)
-    assert started_under(lockstep), "the search of the test above finds what is there"
+    assert started_under(lockstep_alone), "the search of the test above finds what is there"
     victim = next(m for m in watched.members if m.cmdline()[0].startswith("ray::Host"))
     victim.kill()
     ended = watched.end()
@@ -153,20 +153,20 @@ def test_a_killed_engine_ends_the_run_with_20_and_leaves_no_process(
     assert "the engine process was lost" in ended.stdout
     assert_none_is_left(watched)
     assert stranger.poll() is None
-    details = read_json(lockstep.runs_dir / "engine-killed" / "verdict.json")
+    details = read_json(lockstep_alone.runs_dir / "engine-killed" / "verdict.json")
     assert details["verdict"] == "EngineFailure"
-    assert lockstep("show", "engine-killed").code == 20
+    assert lockstep_alone("show", "engine-killed").code == 20
     # What was recorded before is whole.
-    assert verify_ledger(lockstep.runs_dir / "engine-killed" / "a").last_step >= 2
+    assert verify_ledger(lockstep_alone.runs_dir / "engine-killed" / "a").last_step >= 2
 
 
 def test_after_kill_9_of_the_driver_no_process_is_left(
-    lockstep: CommandLine, stranger: subprocess.Popen[bytes]
+    lockstep_alone: CommandLine, stranger: subprocess.Popen[bytes]
 ) -> None:
-    watched = Watched(lockstep, "driver-killed")
+    watched = Watched(lockstep_alone, "driver-killed")
     assert_has_all_kinds(watched)
     os.kill(watched.process.pid, signal.SIGKILL)
     assert watched.process.wait(timeout=10) == -signal.SIGKILL
     assert_none_is_left(watched)
     assert stranger.poll() is None
-    assert read_ledger(lockstep.runs_dir / "driver-killed" / "a").last_step >= 2
+    assert read_ledger(lockstep_alone.runs_dir / "driver-killed" / "a").last_step >= 2

@@ -148,6 +148,7 @@ def test_a_flipped_leg_is_not_reproduced_and_the_other_one_is(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_from_the_checkpoint_before_it_a_step_gives_the_element_that_no_record_kept(
     lockstep: CommandLine, flipped: Ended
 ) -> None:

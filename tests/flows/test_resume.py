@@ -78,6 +78,7 @@ def test_the_attempt_that_was_overtaken_cannot_write_any_more(four_steps: Path) 
         pass
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("extended")
 def test_an_earlier_step_drops_what_came_after_and_gives_the_same_chain_again(
     lockstep: CommandLine, four_steps: Path, twin_folder: Path

@@ -142,13 +142,22 @@ def test_what_was_changed_in_an_engine_during_a_segment_ends_it(
     runner.run(steps=1)
 
 
-@pytest.mark.parametrize("root", [1, 2, 3])
+SEEDS = [
+    1,
+    pytest.param(2, marks=pytest.mark.exhaustive),
+    pytest.param(3, marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize("root", SEEDS)
 def test_the_tiny_recipe_learns(runner: Runner, root: int) -> None:
     assert final_reward(runner, f"seeds.root={root}") > LEARNING_THRESHOLD
 
 
-@pytest.mark.parametrize("root", [1, 2, 3])
-@pytest.mark.parametrize("transform", ["shuffled", "sign_flipped"])
+@pytest.mark.parametrize("root", SEEDS)
+@pytest.mark.parametrize(
+    "transform", ["shuffled", pytest.param("sign_flipped", marks=pytest.mark.exhaustive)]
+)
 def test_it_does_not_learn_from_wrong_advantages(runner: Runner, root: int, transform: str) -> None:
     reward = final_reward(runner, f"seeds.root={root}", f"loss.advantage_transform={transform}")
     assert reward < LEARNING_THRESHOLD
