@@ -13,16 +13,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from engines.checkpoint.tiny_model import write_tiny_model
 from model_specs.registry import load_recipe
-from tests.flows.command_line import LOCKSTEP, SHORT, clean_environment
+from tests.flows.command_line import LOCKSTEP, SHORT
 from tests.flows.documented import PAGES, ROOT, commands, fences, unmatched
-from tests.flows.prefect_server import Server
+from tests.flows.prefect_server import Server, listening
 
 BY_FIXTURE = "tests/flows/prefect_server.py runs it, with a port and a name of its own"
 AS_A_USER = "tests/acceptance/new_user.py --from-scratch does it, in minutes and gigabytes"
@@ -117,9 +117,9 @@ def prepare(folder: Path, page: Path) -> None:
 class Reader:
     """Runs a page's commands in a folder, and knows the runs that were made."""
 
-    def __init__(self, folder: Path, prefect_home: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self.folder = folder
-        self.environment = clean_environment(prefect_home)
+        self.environment = dict(environment)
         python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         self.environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, python_path)])
         self.runs: list[str] = []
@@ -162,9 +162,10 @@ class Reader:
 
 
 @pytest.fixture(scope="session")
-def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all pages: Prefect takes 10 s to make its database."""
-    return tmp_path_factory.mktemp("prefect home")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """One Prefect server for all pages: each command would start its own."""
+    with listening(tmp_path_factory.mktemp("prefect"), "--no-services") as found:
+        yield found
 
 
 @pytest.mark.slow
@@ -172,10 +173,10 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("page", list(page_rows()))
 def test_the_commands_of_a_page_work_as_they_are_written(
-    page: Path, tmp_path: Path, prefect_home: Path
+    page: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     prepare(tmp_path, page)
-    reader, printed = Reader(tmp_path, prefect_home), ""
+    reader, printed = Reader(tmp_path, environment), ""
     for fence in fences(page.read_text(encoding="utf-8")):
         if fence.language == "python":
             reader.python(fence.text)
