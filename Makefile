@@ -26,6 +26,9 @@ VLLM_CPU ?=
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 
+# Groups of tests are begun in the order of tests/conftest.py, the longest first.
+IN_GROUPS := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
+
 BIN := $(VENV)/bin
 # The stamp's name carries what VLLM_CPU asked for, so that another build is another set-up.
 CPU_STAMP := $(VENV)/.setup-$(shell printf '%s' '$(VLLM_CPU)' | cksum | cut -d' ' -f1)
@@ -77,14 +80,14 @@ $(TRITON)/.done: constraints/triton-interpreter.txt | $(STAMP)
 	@touch $@
 
 test: $(STAMP) $(TRITON_STAMP)
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(IN_GROUPS) $(PYTEST_ARGS)
 
 test-all: $(STAMP) $(TRITON_STAMP)
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(IN_GROUPS) -m "" $(PYTEST_ARGS)
 
 # A page's commands are what a reader copies, so they are run as they are written.
 test-user: $(STAMP)
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "" $(PYTEST_ARGS) \
+	@$(BIN)/python -m pytest $(IN_GROUPS) -m "" $(PYTEST_ARGS) \
 		tests/acceptance tests/flows/test_documented_commands.py
 
 check: lint format-check types imports spelling

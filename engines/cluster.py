@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 WAIT_SLICE_S = 1.0
 """Ray's native wait blocks signal handlers; short slices keep the driver cancellable."""
+START_ATTEMPTS = 3
+STARTED_TOO_SLOWLY = "timed out during startup"
+"""Ray waits 30 s for its own daemons and no variable changes that; a busy machine may need more.
+Daemons that come up later carry the guard's mark and end with the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,19 @@ class Cluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         # Ray starts workers at niceness 15; here they are the job, not its helpers.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                self._start_ray()
+                break
+            except Exception as error:
+                if STARTED_TOO_SLOWLY not in str(error) or attempt == START_ATTEMPTS:
+                    raise
+                logger.warning("Ray's daemons did not come up within 30 s; starting them again")
+        return self
+
+    def _start_ray(self) -> None:
+        import ray
+
         ray.init(
             address="local",
             namespace=self.namespace,
@@ -108,7 +125,6 @@ class Cluster:
             log_to_driver=False,
             logging_level=logging.WARNING,
         )
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         import ray

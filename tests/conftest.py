@@ -37,6 +37,16 @@ SHARED = {
     "server": "server",
 }
 """Fixture that takes minutes -> group of tests that share it."""
+LONGEST = (
+    "twin",
+    "engines",
+    "server",
+    "negative/test_faults.py",
+    "unit/numerics_cuda/test_in_interpreter.py",
+    "engines/test_train_ranks_and_resume.py",
+    "flows/test_processes.py",
+)
+"""Groups that take minutes, in the order in which they are begun."""
 STARTS_RAY = ("Cluster", "processes")
 """Names that a test file imports where it starts a Ray session of its own."""
 ENDED = "lockstep_collection_ended"
@@ -57,6 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif starts_vllm_on_cpu(item):
             item.add_marker(pytest.mark.cpu_vllm)
     refuse_divided_fixtures(items)
+    items.sort(key=lambda item: start_of(group_of(item)))
     if is_cuda_environment():
         left_out = [item for item in items if item.get_closest_marker("cpu_vllm")]
         items[:] = [item for item in items if not item.get_closest_marker("cpu_vllm")]
@@ -127,6 +138,11 @@ def group_of(item: pytest.Item) -> str:
         groups.add("engines")
     alone = item.nodeid if item.path.name == PAGES else str(item.path.relative_to(TESTS))
     return min(groups, default=alone)
+
+
+def start_of(group: str) -> int:
+    """When a group is begun: the longest first, so that no process works alone at the end."""
+    return LONGEST.index(group) if group in LONGEST else len(LONGEST)
 
 
 def refuse_divided_fixtures(items: Sequence[pytest.Item]) -> None:

@@ -243,6 +243,7 @@ def test_a_token_is_used_and_never_shown(user: User, source: Path) -> None:
             assert secret.encode() not in file.read_bytes()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_download_stage_of_a_leg_leaves_the_token_nowhere(
     user: User, source: Path, tmp_path: Path

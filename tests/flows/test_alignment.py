@@ -77,6 +77,7 @@ def test_the_other_settings(
     assert_started_with(leg, dtype=dtype, max_num_seqs=max_num_seqs)
 
 
+@pytest.mark.exhaustive
 def test_float32_is_near_stock_transformers_and_a_band_that_is_too_tight_ends_with_11(
     lockstep: CommandLine,
 ) -> None:

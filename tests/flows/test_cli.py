@@ -274,6 +274,7 @@ def test_exit_code_14_names_what_is_not_supported(lockstep: CommandLine) -> None
     assert "32, 64" in ended.stdout
 
 
+@pytest.mark.exhaustive
 def test_exit_code_130_is_a_cancelled_run_and_leaves_no_process(
     lockstep_alone: CommandLine,
 ) -> None:

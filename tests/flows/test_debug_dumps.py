@@ -187,6 +187,7 @@ def test_missing_damaged_and_absent_dumps_are_named(tmp_path: Path) -> None:
         read_dumps(tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_two_halves_of_a_run_work_alone_on_the_command_line(lockstep: CommandLine) -> None:
     drawn = lockstep(

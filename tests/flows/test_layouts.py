@@ -15,6 +15,7 @@ from tests.flows.command_line import SHORT, CommandLine
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_and_two_rollout_engines_give_the_chain_of_one_each(
     lockstep: CommandLine, twin_folder: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_what_no_step_made_and_what_has_no_folder_cannot_be_run_again(tmp_path: 
 # With engines.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_flipped_leg_is_not_reproduced_and_the_other_one_is(
     lockstep: CommandLine, flipped: Ended

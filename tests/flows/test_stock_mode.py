@@ -70,6 +70,7 @@ def test_the_twin_of_a_stock_run_is_judged_by_its_comparison_alone(
     assert stock_twin.code == {"Identical": 0, "Diverged": 10}[verdict["verdict"]], stock_twin
 
 
+@pytest.mark.exhaustive
 def test_a_single_stock_run_is_never_called_aligned(lockstep: CommandLine) -> None:
     ended = lockstep(
         *("run", "tiny_cpu", "--run-id", "stock-single", "--json"),

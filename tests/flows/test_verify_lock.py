@@ -37,6 +37,7 @@ AGAIN = [("again", output) for output in OUTPUTS]
 """What is still there is read again, and then all is made again."""
 
 
+@pytest.mark.exhaustive
 def test_edited_outputs_are_named_and_no_other_stage_is(
     lockstep: CommandLine, twin_folder: Path
 ) -> None:
