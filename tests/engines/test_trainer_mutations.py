@@ -151,7 +151,7 @@ def test_a_gradient_divided_by_the_number_of_ranks_is_found(trainer: str, tmp_pa
                     name=f"{run} {name}",
                     spec_json=spec.model_copy(update={"trainer": run}).model_dump_json(),
                     dcp_dir=str(folder / "dcp"),
-                    steps=(1,),
+                    steps=(1, 2),
                     mean_over_ranks=size > 1,
                 )
                 for run in sorted({trainer, "fsdp2"})
