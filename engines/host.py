@@ -35,9 +35,9 @@ class Host:
         """Make the engine; apart from `__init__` so that a failure arrives with its own message."""
         self.engine = load(import_path)(*args, **kwargs)
 
-    def prepare(self, module: str) -> None:
-        """Import a module before it is needed; what fails here fails again where it is."""
-        importlib.import_module(module)
+    def prepare(self, import_path: str) -> None:
+        """Import an engine's module before it is made; what fails here fails again there."""
+        load(import_path)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the engine.

@@ -22,7 +22,7 @@ from engines.provenance.verdict import Verdict, worst
 from engines.rollout.group import engine_env
 from engines.runs import write_json
 from tasks.compare import LegResult
-from tasks.session import LegSession, session
+from tasks.session import ROLLOUT_ENGINE, LegSession, session
 from tasks.stage import stage
 
 CONTROL_SAMPLES_PER_PROMPT = 8
@@ -265,7 +265,7 @@ def _native_samples(
     gather(
         [
             host.actor.create.remote(
-                "engines.rollout.vllm_engine:VllmEngine",
+                ROLLOUT_ENGINE,
                 exported.uri,
                 opened.spec.model_dump_json(),
                 policy="native",

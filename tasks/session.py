@@ -41,7 +41,7 @@ from model_specs.variation import Variation
 
 logger = logging.getLogger("lockstep")
 
-ROLLOUT_MODULE = "engines.rollout.vllm_engine"
+ROLLOUT_ENGINE = "engines.rollout.vllm_engine:VllmEngine"
 
 _OPEN: dict[str, LegSession] = {}
 
@@ -120,7 +120,7 @@ class LegSession:
         spec_json = self.spec.model_dump_json()
         created = [
             host.actor.create.remote(
-                f"{ROLLOUT_MODULE}:VllmEngine",
+                ROLLOUT_ENGINE,
                 model.uri,
                 spec_json,
                 engine_index=index,
@@ -283,7 +283,7 @@ def leg_session(
         )
         guard.look()
         for host in rollout_hosts:  # vLLM is imported while the first stages are run
-            host.actor.prepare.remote(ROLLOUT_MODULE)
+            host.actor.prepare.remote(ROLLOUT_ENGINE)
         _OPEN[name] = session
         try:
             yield session

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from engines.numerics.blocks import ROW_BLOCK, block_sum, pad_rows
+from engines.numerics.blocks import ROW_BLOCK, ROW_TILE, block_sum, pad_rows
 from engines.numerics.products import padded_linear, padded_matmul
 from engines.numerics.slot_sums import next_op_sums
 
@@ -115,8 +115,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.sums = next_op_sums()
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        padded = pad_rows(x, ROW_TILE)
         return tuple(
-            padded_linear(x, weight, bias)[: x.shape[0]]
+            padded_linear(padded, weight, bias)[: x.shape[0]]
             for weight, bias in zip(weights, biases, strict=True)
         )
 
