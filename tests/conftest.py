@@ -11,6 +11,7 @@ run stay together, and otherwise a file does.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Generator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -90,7 +91,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
         return (yield)
     except BaseException as error:
         if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput[ENDED] = f"{type(error).__name__}: {error}"
+            where = "".join(traceback.format_exception(error))
+            session.config.workeroutput[ENDED] = f"{type(error).__name__}: {error}\n{where}"
         raise
 
 

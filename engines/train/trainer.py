@@ -20,8 +20,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,8 +33,7 @@ from engines.contracts import Flip, TrainSample, UpdateRecord
 from engines.environment import apply_torch_determinism, read_back, refuse_flash_attention_3
 from engines.faults import choose_name, flip_bit, flip_float32
 from engines.gates.audit import OpsOutside, require_exact
-from engines.gates.layerwise import TRAINER_FILE, recorded, write_states
-from engines.provenance.digest import digest_array, digest_floats, digest_json, root_digest
+from engines.provenance.digest import digest_array, digest_floats, digest_json
 from engines.train.advantages import round_to_float32
 from engines.train.evidence import flip_shard, keep_shards, keep_tensors
 from engines.train.generators import untouched_generators
@@ -53,13 +50,13 @@ from engines.train.optimizer import ShardedAdamW
 from engines.train.reduction import clip_coefficient, total_norm
 from engines.train.reference import Reference
 from engines.train.scored import behaviour_logprobs, require_no_gradient, scored_rows
+from engines.train.scoring import Scores
 from engines.train.sending import SendsWeights
 from engines.train.shards import Shard, all_objects, gathered, join, merged_digests
 from engines.train.sleep import Resident, Sleeps
 from engines.train.slots import (
     num_rows,
     pack_slot,
-    plan_micro_batches,
     plan_slot_parts,
     plan_slots,
 )
@@ -69,11 +66,8 @@ from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.run_spec import RunSpec, StockReduction, TreeReduction
 
 
-class GrpoTrainer(SendsWeights, Sleeps, ABC):
+class GrpoTrainer(Scores, SendsWeights, Sleeps, ABC):
     """This rank's share of `engines.contracts.Trainer`; see the methods there."""
-
-    _model: torch.nn.Module
-    """Takes a `PackedSlot` and returns (log-probs, entropy), float32 [T] each."""
 
     def __init__(
         self,
@@ -124,9 +118,7 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
             if self.spec.loss.reference
             else None
         )
-        self._scores: dict[str, torch.Tensor] = {}
-        self._reference_scores: dict[str, torch.Tensor] = {}
-        self._scores_were_flipped = False
+        self._forget_scores()
         self._resident = Resident(self._resident_tensors)
         self._ops_outside = self.audit()
 
@@ -139,7 +131,7 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
                 "execution.trainer_ranks to it"
             )
 
-    # -- what a trainer's own library decides
+    # -- what a trainer's own library decides, beside the abstract methods of the bases
 
     @abstractmethod
     def _build(self) -> dict[str, Shard]:
@@ -160,18 +152,6 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
     def _with_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor of everything that a backward leaves gradients on."""
         yield from self._model.named_parameters()
-
-    def _unchanged_weights(self) -> AbstractContextManager[None]:
-        """Stand around several forwards of the same weights, and their backwards."""
-        return nullcontext()
-
-    @abstractmethod
-    def wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole tensor in the wire dtype), plain and independent of the masters."""
-
-    @abstractmethod
-    def _decoder_layers(self) -> list[torch.nn.Module]:
-        """Return the decoder layers in order."""
 
     @abstractmethod
     def _publish(self) -> None:
@@ -197,68 +177,6 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
     def _storage(self) -> Storage:
         """How the tensors of a checkpoint are written and read."""
         return DcpStorage()
-
-    # -- scoring
-
-    def score(self, samples: Sequence[TrainSample], *, flip: Flip | None = None) -> str:
-        """Score all samples at the current weights; return the root digest of the log-probs.
-
-        Where a reference is held, its log-probs are computed too and kept for the updates.
-
-        Raises:
-            EngineError: Two samples have one request id, or a sample has no tokens.
-        """
-        if len({sample.request_id for sample in samples}) != len(samples):
-            raise EngineError("request ids of the samples to score are not unique")
-        self._scores = self._score_all(samples)
-        self._scores_were_flipped = flip is not None and flip.probe == "train_logprobs"
-        if flip is not None and self._scores_were_flipped:
-            flip_bit(self._scores[choose_name(self._scores, flip)], flip.element, flip.bit)
-        self._reference_scores = {}
-        if self._reference is not None:
-            with self._reference.swapped_in(self._shards):
-                self._reference_scores = self._score_all(samples)
-        return root_digest({name: digest_floats(name, row) for name, row in self.scores().items()})
-
-    def scores(self) -> dict[str, tuple[float, ...]]:
-        """Reveal request id -> log-probs (float32 values) of the last `score`."""
-        return {name: tuple(row.tolist()) for name, row in self._scores.items()}
-
-    def reference_scores(self) -> dict[str, tuple[float, ...]]:
-        """Request id -> log-probs under the reference; empty where none is held."""
-        return {name: tuple(row.tolist()) for name, row in self._reference_scores.items()}
-
-    def _score_all(self, samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
-        plan = plan_micro_batches(
-            [num_rows(sample) for sample in samples],
-            max_rows=self.spec.trainer_options.max_tokens_per_rank,
-            max_samples=self.spec.samples_per_update // self.spec.reduction.slots,
-        )
-        chunks = [[samples[index] for index in indices] for indices in plan]
-        mine: dict[str, torch.Tensor] = {}
-        with torch.no_grad(), self._unchanged_weights():
-            for first in range(0, len(chunks), self._world_size):
-                # A forward is a collective: a rank without a chunk repeats the last one.
-                slot = pack_slot(chunks[min(first + self._rank, len(chunks) - 1)])
-                logprobs, _ = self._model(slot)
-                mine |= {
-                    name: row.clone()
-                    for name, row in zip(slot.request_ids, slot.split(logprobs), strict=True)
-                }
-        merged = {name: row for part in all_objects(mine) for name, row in part.items()}
-        return {sample.request_id: merged[sample.request_id] for sample in samples}
-
-    def layer_states(self, samples: Sequence[TrainSample], *, folder: str) -> None:
-        """Write every layer's hidden states of these samples for the layer-wise gate; rank 0's."""
-        states = {}
-        for sample in samples:
-            slot = pack_slot([sample])
-            with torch.no_grad(), recorded(self._decoder_layers()) as outputs:
-                self._model(slot)
-            found = torch.stack([torch.cat(rows) for rows in outputs])
-            states[sample.request_id] = found[:, : slot.lengths[0]].clone()
-        if self._rank == 0:
-            write_states(Path(folder) / TRAINER_FILE, states)
 
     # -- updating
 
@@ -457,7 +375,7 @@ class GrpoTrainer(SendsWeights, Sleeps, ABC):
 
     def load(self, path: str) -> None:
         """Load a checkpoint of this trajectory, or the run's initial folder."""
-        self._scores, self._reference_scores = {}, {}
+        self._forget_scores()
         self._state.load(path)
         self._publish()
         self._last_weights = self.weight_digests()
