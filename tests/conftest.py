@@ -11,6 +11,10 @@ run stay together, and otherwise a file does.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
+import sys
 import traceback
 from collections.abc import Generator, Sequence
 from importlib import metadata
@@ -18,6 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Absl, which tensorboard brings, keeps the stream that it is imported under and closes it when
+# logging is set up anew, as Prefect does. Under pytest that would be what is captured into.
+if importlib.util.find_spec("absl") is not None:
+    with contextlib.redirect_stderr(sys.__stderr__):
+        importlib.import_module("absl.logging")
 
 TESTS = Path(__file__).parent
 GPU_TESTS = TESTS / "gpu"

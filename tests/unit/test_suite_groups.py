@@ -75,3 +75,17 @@ def test_a_suite_that_xdist_does_not_group_ends(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_one():\n    pass\n")
     said = run(tmp_path, "-n", "2", "--dist", "loadgroup")
     assert "groups 0 of 1 tests" in said
+
+
+def test_absl_is_not_given_the_stream_that_is_captured_into(tmp_path: Path) -> None:
+    (tmp_path / "absl").mkdir()
+    (tmp_path / "absl" / "__init__.py").touch()
+    (tmp_path / "absl" / "logging.py").write_text("import sys\nkept = sys.stderr\n")
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"))
+    (tmp_path / "test_it.py").write_text(
+        "import sys\nfrom absl import logging\n\n"
+        "def test_one():\n"
+        "    assert logging.kept is sys.__stderr__\n"
+        "    assert logging.kept is not sys.stderr\n"
+    )
+    assert "1 passed" in run(tmp_path)
