@@ -220,7 +220,7 @@ def train_step(
         record = trainer.update(batch, step=step, update=update, flip=flip, keep_to=keep)
         clock.lap("perf/update_s")
         digests = {**(first_digests if update == 0 else {}), **record.digests}
-        on_report = spec.plan.gates.logprobs == "report"
+        on_report = spec.plan.gates.logprobs != "required"
         violations = gate.violations(on_report=on_report) if update == 0 else ()
         if update == num_updates - 1:
             pushed, unequal = _pushed(trainer, rollout, version=step, flip=flip, keep=keep)

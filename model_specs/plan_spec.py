@@ -16,7 +16,9 @@ class GatePlan(Frozen):
 
     preflight: Literal["required", "optional", "off"] = "required"
     logprobs: Literal["required", "optional", "report", "off"] = "required"
-    """`report`: measured at each step and shown, never red; no alignment is claimed."""
+    """Measured at each step and shown. `required`: one difference is red. `optional`: none is, and
+    alignment is claimed where there is none; `report` and `off`: it is never claimed. A NaN and a
+    request that cannot be compared are red in any mode."""
     layerwise: Literal["required", "optional", "off"] = "required"
     """After training: hidden states of every decoder layer of both engines, every element."""
     controls: Literal["required", "optional", "off"] = "required"

@@ -30,8 +30,9 @@ class LegResult:
     processes: Mapping[str, Mapping[str, float | int]]
     cached_stages: int
     on_report: bool = False
-    """Whether the leg claims nothing about alignment (`plan.gates.logprobs=report`) and nothing
-    else was red: it is Vacuous alone, and in a twin the comparison alone decides."""
+    """Whether the leg claims nothing about alignment (`plan.gates.logprobs` is `report`, `off`, or
+    `optional` and not green) and nothing was red: it is Vacuous alone, and in a twin the comparison
+    alone decides."""
 
     @classmethod
     def failed(

@@ -141,14 +141,14 @@ def _judge_window(opened: LegSession) -> None:
         max_grad_norm=opened.max_grad_norm,
         changed_weights=opened.changed_weights,
     )
+    reason = "" if result.verdict.is_green else f"; {(*opened.gate.faults, result.reason)[0]}"
     opened.gates["logprobs"] = GateRecord(
         verdict=result.verdict,
         holds=result.verdict.is_green,
         weight=result.verdict,
         summary=(
             f"max {result.max_abs_diff!r} over {result.num_tokens} tokens, "
-            f"{result.exact_fraction:.2%} exactly equal"
-            + ("" if result.verdict.is_green else f"; {result.reason}")
+            f"{result.exact_fraction:.2%} exactly equal{reason}"
         ),
         figures=result.to_dict(),
     )
@@ -166,7 +166,7 @@ def _end(opened: LegSession, last_step: int) -> LegResult:
         opened.folder / "gates.json", {n: g.to_dict() for n, g in sorted(opened.gates.items())}
     )
     red = [record for name, record in opened.gates.items() if _required(opened, name, record)]
-    on_report = opened.spec.plan.gates.logprobs == "report"
+    on_report = not _claims_alignment(opened)
     # Nothing is claimed about alignment, so nothing was shown: such a leg is never Aligned.
     base = Verdict.VACUOUS if on_report else Verdict.ALIGNED
     verdict = worst([base, *(record.weight for record in red)])
@@ -175,7 +175,9 @@ def _end(opened: LegSession, last_step: int) -> LegResult:
         next((opened.gates[name].summary for name in _HEADLINE if name in opened.gates), ""),
     )
     if on_report and not red:
-        reason = f"the log-prob gate is on report, so no alignment is claimed; measured: {reason}"
+        setting = opened.spec.plan.gates.logprobs
+        is_set = "on report" if setting == "report" else setting
+        reason = f"the log-prob gate is {is_set}, so no alignment is claimed; measured: {reason}"
     rows = read_lock(opened.folder)
     has_ledger = (opened.folder / LEDGER_FILE).is_file()
     return LegResult(
@@ -191,8 +193,17 @@ def _end(opened: LegSession, last_step: int) -> LegResult:
     )
 
 
+def _claims_alignment(opened: LegSession) -> bool:
+    """Whether the leg may end Aligned: its log-prob gate is required, or optional and green."""
+    setting = opened.spec.plan.gates.logprobs
+    record = opened.gates.get("logprobs")
+    return setting == "required" or (setting == "optional" and (record is None or record.holds))
+
+
 def _required(opened: LegSession, name: str, record: GateRecord) -> bool:
     """Whether this record is red and counts for the leg's verdict."""
+    if name == "logprobs" and opened.gate.faults:
+        return True
     plan = opened.spec.plan.gates
     settings = {
         "preflight": plan.preflight,

@@ -87,13 +87,14 @@ class StepGate:
     def violations(self, *, on_report: bool = False) -> tuple[str, ...]:
         """Say what did not hold, as the ledger records it; empty when aligned.
 
-        A gate on report lets values differ; a request that could not be compared is a fault in any
-        mode.
+        A gate that is not required lets values differ; a request that could not be compared and a
+        NaN are faults in any mode.
         """
         if self.recorded:
             return self.recorded
         found = [f"{GATE} step {self.step}: {fault}" for fault in self.faults]
-        if self.num_exact != self.num_tokens and not on_report:
+        is_nan = math.isnan(self.max_abs_diff)
+        if self.num_exact != self.num_tokens and (is_nan or not on_report):
             where = f"; worst: {self.worst.describe()}" if self.worst else ""
             found.append(
                 f"{GATE} step {self.step}: {self.num_tokens - self.num_exact} of "
@@ -256,13 +257,10 @@ class LogprobGate:
         """Count a step that was compared elsewhere."""
         self._steps.append(step_gate)
 
-    def compare(
-        self, step: int, samples: Sequence[Sample], scores: Mapping[str, Sequence[float]]
-    ) -> StepGate:
-        """Compare one step and count it; arguments as in `compare_logprobs`."""
-        step_gate = compare_logprobs(step, samples, scores)
-        self.add(step_gate)
-        return step_gate
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What is red in any mode: requests that could not be compared, and NaN."""
+        return tuple(fault for step in self._steps for fault in step.violations(on_report=True))
 
     def final(
         self, *, groups_with_variance: int, max_grad_norm: float, changed_weights: int

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engines.contracts import Sample
+from engines.gates.logprobs import LogprobGate, compare_logprobs
 from engines.provenance.verdict import Verdict
 from model_specs.errors import SpecError
 from model_specs.overrides import apply_overrides
@@ -35,7 +39,7 @@ def counts(name: str, *settings: str, holds: bool = False) -> bool:
     record = GateRecord(
         verdict=Verdict.MISALIGNED, holds=holds, weight=Verdict.MISALIGNED, summary=""
     )
-    opened: Any = SimpleNamespace(spec=apply_overrides(recipe(), settings))
+    opened: Any = SimpleNamespace(spec=apply_overrides(recipe(), settings), gate=LogprobGate())
     return gates._required(opened, name, record)
 
 
@@ -51,6 +55,55 @@ def test_a_gate_follows_its_own_field_and_no_other(name: str) -> None:
 def test_a_gate_that_has_no_field_always_counts() -> None:
     everything = [f"plan.gates.{field}=optional" for field in set(FIELD_OF.values())]
     assert counts("exported weights", *everything)
+
+
+DIFFERS = {"1/p0/0": (-1.0,)}
+NO_NUMBER = {"1/p0/0": (math.nan,)}
+EQUAL = {"1/p0/0": (-0.5,)}
+
+
+@pytest.mark.parametrize(
+    ("setting", "scores", "verdict", "on_report"),
+    [
+        ("required", EQUAL, Verdict.ALIGNED, False),
+        ("required", DIFFERS, Verdict.MISALIGNED, False),
+        ("optional", EQUAL, Verdict.ALIGNED, False),
+        ("optional", DIFFERS, Verdict.VACUOUS, True),
+        ("optional", NO_NUMBER, Verdict.MISALIGNED, False),
+        ("report", EQUAL, Verdict.VACUOUS, True),
+        ("report", DIFFERS, Verdict.VACUOUS, True),
+        ("report", {}, Verdict.MISALIGNED, False),
+        ("report", NO_NUMBER, Verdict.MISALIGNED, False),
+        ("off", EQUAL, Verdict.VACUOUS, True),
+        ("off", DIFFERS, Verdict.VACUOUS, True),
+        ("off", {}, Verdict.MISALIGNED, False),
+    ],
+)
+def test_a_leg_is_aligned_only_where_its_log_probs_were_judged_equal(
+    setting: str,
+    scores: dict[str, tuple[float, ...]],
+    verdict: Verdict,
+    on_report: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gates, "read_lock", lambda folder: ())
+    drawn = Sample(
+        request_id="1/p0/0", prompt_id="p0", sample_index=0, prompt_token_ids=(1,),
+        token_ids=(7,), logprobs=(-0.5,), text="", finish_reason="length",
+    )  # fmt: skip
+    opened: Any = SimpleNamespace(
+        spec=apply_overrides(recipe(), (f"plan.gates.logprobs={setting}",)), gate=LogprobGate(),
+        gates={}, unequal_pushes=[], folder=tmp_path, leg="a", processes={},
+        groups_with_variance=1, max_grad_norm=0.5, changed_weights=3,
+    )  # fmt: skip
+    opened.gate.add(compare_logprobs(1, [drawn], scores))
+    gates._judge_window(opened)
+    found = gates._end(opened, 1)
+    assert (found.verdict, found.on_report) == (verdict, on_report)
+    assert ("no alignment is claimed" in found.reason) == on_report
+    if scores in ({}, NO_NUMBER):
+        assert "step 1: " in found.reason
 
 
 def test_the_layerwise_gate_is_off_without_asking_an_engine(

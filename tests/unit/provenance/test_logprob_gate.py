@@ -42,7 +42,8 @@ def judged(step_gate: StepGate, **stakes: float) -> Verdict:
 
 def test_equal_bits_are_aligned_at_exactly_zero() -> None:
     gate = LogprobGate()
-    step_gate = gate.compare(1, SAMPLES, SCORES)
+    step_gate = compare_logprobs(1, SAMPLES, SCORES)
+    gate.add(step_gate)
     assert step_gate.violations() == ()
     assert (step_gate.num_tokens, step_gate.num_exact, step_gate.exact_fraction) == (5, 5, 1.0)
     assert (step_gate.max_abs_diff, step_gate.mean_abs_diff, step_gate.p999_abs_diff) == (0, 0, 0)
@@ -104,11 +105,19 @@ def test_a_nan_or_an_infinity_on_any_side_is_misaligned(value: float, sides: str
 
 def test_a_nan_is_the_worst_token_and_survives_into_the_window() -> None:
     gate = LogprobGate()
-    gate.compare(1, SAMPLES, SCORES | {"1/p0/0": (-0.5, math.nan), "1/p1/0": (9.0, 9.0, 9.0)})
-    gate.compare(2, SAMPLES, SCORES)
+    scores = SCORES | {"1/p0/0": (-0.5, math.nan), "1/p1/0": (9.0, 9.0, 9.0)}
+    gate.add(compare_logprobs(1, SAMPLES, scores))
+    gate.add(compare_logprobs(2, SAMPLES, SCORES))
     assert gate.steps[0].worst is not None
     assert gate.steps[0].worst.request_id == "1/p0/0"
     assert math.isnan(gate.final(**STAKES).max_abs_diff)  # type: ignore[arg-type]
+    # And is red where values may differ.
+    (fault,) = gate.faults
+    assert "step 1: 4 of 5 log-probs differ, max nan" in fault
+    assert (
+        compare_logprobs(1, SAMPLES, SCORES | {"1/p0/0": (-0.5, 1.0)}).violations(on_report=True)
+        == ()
+    )
 
 
 def test_missing_extra_doubled_and_short_answers_are_misaligned_by_name() -> None:
@@ -167,6 +176,6 @@ def test_a_window_with_nothing_at_stake_is_vacuous_and_says_why() -> None:
 def test_one_step_without_variance_does_not_make_the_window_vacuous() -> None:
     gate = LogprobGate()
     for step in (1, 2):
-        gate.compare(step, SAMPLES, SCORES)
+        gate.add(compare_logprobs(step, SAMPLES, SCORES))
     result = gate.final(**STAKES)  # type: ignore[arg-type]
     assert (result.verdict, result.num_steps, result.num_tokens) == (Verdict.ALIGNED, 2, 10)
