@@ -53,12 +53,15 @@ def causal_attention(
         q: `[M, Hq, D]`.
         k: `[M, Hkv, D]`; Hkv divides Hq, and query head h uses key head `h // (Hq / Hkv)`.
         v: `[M, Hkv, D]`.
-        starts: first row of each sequence.
+        starts: first row of each sequence, ascending.
         lengths: rows of each sequence; row `start + p` has position p.
         scale: multiplies the query in float32.
 
     Returns:
         `[M, Hq, D]`, dtype of `q`; rows of no sequence are zero, as are their gradients.
+
+    Raises:
+        ValueError: Sequences overlap, are out of order, or leave the rows.
     """
     return _CausalAttention.apply(q, k, v, tuple(starts), tuple(lengths), scale)  # type: ignore[no-any-return]
 

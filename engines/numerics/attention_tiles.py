@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engines.numerics.blocks import ROW_TILE
+from engines.numerics.spans import check_spans
 
 KEY_BLOCK = 64
 """Positions of a key block; also the most positions of a query tile."""
@@ -113,7 +114,12 @@ class PackedLayout:
 def packed_layout(
     starts: tuple[int, ...], lengths: tuple[int, ...], *, num_rows: int, group: int
 ) -> PackedLayout | None:
-    """Lay out sequences that occupy rows `[start, start + length)`; None if all are empty."""
+    """Lay out sequences that occupy rows `[start, start + length)`; None if all are empty.
+
+    Raises:
+        ValueError: See `engines.numerics.spans.check_spans`.
+    """
+    check_spans(starts, lengths, num_rows=num_rows)
     requests = tuple(
         Request(index=index, row=start, queries=length, length=length)
         for index, (start, length) in enumerate(zip(starts, lengths, strict=True))

@@ -25,7 +25,7 @@ def by_device(op: Op) -> Op:
     """Return `op`, going to the op of the same name in `CUDA_OPS` where its tensors are on CUDA.
 
     Args:
-        op: its first argument is a tensor or a sequence of tensors.
+        op: its first argument is a tensor or a sequence of tensors, given by place.
 
     Raises:
         UnsupportedError: When called with CUDA tensors, and `CUDA_OPS` has no op of that name.
@@ -34,7 +34,7 @@ def by_device(op: Op) -> Op:
 
     @functools.wraps(op)
     def dispatched(first: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = first if isinstance(first, torch.Tensor) else next(iter(first), None)
+        tensor = first if isinstance(first, torch.Tensor) else (first[0] if first else None)
         if tensor is not None and tensor.is_cuda:
             on_device = vars(importlib.import_module(CUDA_OPS)).get(name)
             if on_device is None:

@@ -11,6 +11,36 @@ _CHUNK = 1 << 16
 """Elements stepped at a time, so that temporaries stay in cache; it decides no bit."""
 
 
+def check_adamw(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: int,
+) -> None:
+    """Require what `adamw_step_` takes.
+
+    Raises:
+        ValueError: A tensor is not float32 or not of the shape of `param`, what is changed in place
+            is not contiguous, or the step is not positive.
+    """
+    if step < 1:
+        raise ValueError(f"adamw_step_: step is {step}; the first step is 1")
+    changed = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    for name, tensor in {**changed, "grad": grad}.items():
+        if tensor.dtype != torch.float32 or tensor.shape != param.shape:
+            raise ValueError(
+                f"adamw_step_: {name} is {tensor.dtype} {tuple(tensor.shape)}; it must be float32 "
+                f"{tuple(param.shape)}, as the parameter"
+            )
+        if name in changed and not tensor.is_contiguous():
+            raise ValueError(
+                f"adamw_step_: {name} is stepped in place and must be contiguous float32, its "
+                f"strides are {tensor.stride()}"
+            )
+
+
 @torch.no_grad()
 def adamw_step_(
     param: torch.Tensor,
@@ -45,8 +75,7 @@ def adamw_step_(
         eps: added to the root of the second moment.
         weight_decay: decoupled; multiplied by `lr`.
     """
-    if step < 1:
-        raise ValueError(f"adamw_step_: step is {step}; the first step is 1")
+    check_adamw(param, grad, exp_avg, exp_avg_sq, step=step)
     step_size = lr / (1.0 - beta1**step)
     root_correction = math.sqrt(1.0 - beta2**step)
     flat = [t.view(-1).split(_CHUNK) for t in (param, exp_avg, exp_avg_sq)]

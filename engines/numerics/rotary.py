@@ -21,6 +21,23 @@ def rotary_inv_freq(theta: float, head_dim: int) -> torch.Tensor:
     return 1.0 / (theta**exponent)
 
 
+def check_rotary(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> None:
+    """Require float32 frequencies, one for each pair of a head, and a position for each row.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if inv_freq.dtype != torch.float32:
+        raise ValueError(
+            f"rotary: inv_freq is {inv_freq.dtype}; a cast model has rounded it, use float32"
+        )
+    if x.shape[-1] != 2 * len(inv_freq) or len(x) != len(positions):
+        raise ValueError(
+            f"rotary: x is {tuple(x.shape)}, with {len(positions)} positions and {len(inv_freq)} "
+            "frequencies; every row needs a position and every pair of a head a frequency"
+        )
+
+
 def rotary(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
     """Rotate each pair `(x[i], x[i + head_dim / 2])` by `position * inv_freq[i]`.
 
@@ -35,10 +52,7 @@ def rotary(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> 
     Returns:
         `[M, heads, head_dim]`, dtype of `x`.
     """
-    if inv_freq.dtype != torch.float32:
-        raise ValueError(
-            f"rotary: inv_freq is {inv_freq.dtype}; a cast model has rounded it, use float32"
-        )
+    check_rotary(x, positions, inv_freq)
     angle = (positions.float()[:, None] * inv_freq)[:, None]
     return _Rotary.apply(x, angle.cos().to(x.dtype), angle.sin().to(x.dtype))  # type: ignore[no-any-return]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -22,13 +23,21 @@ def ordered_sum(values: torch.Tensor) -> float:
         values: any float dtype and shape; each value is exact as float64.
 
     Returns:
-        The float64 nearest to the true sum; NaN where infinities of both signs meet.
+        The float64 nearest to the true sum, infinite where that is out of range; NaN where
+        infinities of both signs meet.
     """
     numbers = values.detach().double().flatten().tolist()
+    special = [number for number in numbers if not math.isfinite(number)]
+    if special:
+        return sum(special)
     try:
         return math.fsum(numbers)
-    except (ValueError, OverflowError):  # inf - inf, or finite numbers whose sum leaves float64
-        return float(sum(numbers))
+    except OverflowError:  # a sum on the way leaves float64; the whole one may not
+        exact = sum(map(Fraction, numbers))
+        try:
+            return float(exact)
+        except OverflowError:
+            return math.inf if exact > 0 else -math.inf
 
 
 def token_sum(values: torch.Tensor) -> torch.Tensor:
@@ -72,7 +81,7 @@ def square_tree(x: torch.Tensor, *, chunk: int) -> torch.Tensor:
     rows = x.detach().reshape(x.shape[0], -1) if x.numel() else x.new_zeros(x.shape[0], 1)
     width = 1 << (rows.shape[1] - 1).bit_length()
     parts = [_row_tree(part, width) for part in rows.split(max(1, chunk // width))]
-    return torch.cat(parts) if parts else rows.new_zeros(0, dtype=torch.float64)
+    return torch.cat(parts)
 
 
 def _row_tree(rows: torch.Tensor, width: int) -> torch.Tensor:

@@ -70,6 +70,7 @@ def test_a_graph_replays_the_bits_of_the_launches_it_captured():
     with torch.no_grad():
         eager = step().clone()
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             step()
         torch.cuda.current_stream().wait_stream(side)

@@ -1,15 +1,16 @@
 """The shared ops on a CUDA device: the same names, signatures and laws as `engines.numerics`.
 
-Callers use `engines.numerics`, which comes here by the device of the tensors; only what has no
+Callers use `engines.numerics`, which comes here by the device of the tensors; what has no
 counterpart there (`add_rms_norm`, `attend_pages`, `mix_experts`, `temper_`, `token_logprobs`,
-`digest_sums`) is imported from here. All kernels are ours, in Triton.
+`digest_sums`) is imported from here, and by vLLM's plugin for CUDA the others too. All kernels are
+ours, in Triton.
 
 | what could change a row's bits | what holds it |
 | --- | --- |
 | number and place of rows | one tile shape, one program a row, no split of a sum |
 | dtype and layout of a load | integer sums for normalisers; aligned copies before a sum |
 | paging, prefill, chunk, decode | one attention kernel with one tile for all |
-| other work on the device | no atomics, no reduction across programs but of integers |
+| other work on the device | no atomics; parts are added as integers or in one order |
 
 Bits are those of one device class and one version of triton; they are not the CPU's.
 """

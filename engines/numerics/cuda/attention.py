@@ -8,7 +8,6 @@ and query tiles in fixed orders, without atomics (`engines.numerics.cuda.attenti
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from engines.numerics.blocks import pad_rows
+from engines.numerics.cuda import attention_kernels
 from engines.numerics.cuda.attention_kernels import (
     attention_kernel,
     key_gradient_kernel,
@@ -24,8 +24,9 @@ from engines.numerics.cuda.attention_kernels import (
     row_product_kernel,
 )
 from engines.numerics.cuda.layout import aligned, power_of_two, row_major
+from engines.numerics.spans import check_spans
 
-KEY_BLOCK = 64
+KEY_BLOCK: int = attention_kernels.KEY_BLOCK.value
 """Positions of a key block."""
 TILE_ROWS = 16
 """Rows of a query tile of the forward: positions times the query heads of one key head."""
@@ -187,12 +188,13 @@ def _launch(
 
 @functools.lru_cache(maxsize=16)
 def _packed(
-    starts: tuple[int, ...], lengths: tuple[int, ...], device: torch.device
+    starts: tuple[int, ...], lengths: tuple[int, ...], num_rows: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return int32 firsts, lasts, lengths and tiles `[tiles, 3]` of packed sequences."""
+    check_spans(starts, lengths, num_rows=num_rows)
     spans = [(start, length) for start, length in zip(starts, lengths, strict=True) if length]
-    if any(a + n > b for (a, n), (b, _) in itertools.pairwise(spans)):
-        raise ValueError(f"causal_attention: sequences overlap or are out of order: {starts}")
+    if spans and spans[0][0]:
+        spans.insert(0, (0, 0))  # the kernels look for a tile's sequence from row 0 on
     tiles = [
         (start, begin, length) for start, length in spans for begin in range(0, length, KEY_BLOCK)
     ]
@@ -221,7 +223,7 @@ class _CausalAttention(torch.autograd.Function):
         log_sum = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
         ctx.save_for_backward(q, k, v, out, log_sum)
         ctx.starts, ctx.lengths, ctx.scale = starts, lengths, scale
-        firsts, lasts, counts, _ = _packed(starts, lengths, q.device)
+        firsts, lasts, counts, _ = _packed(starts, lengths, len(q), q.device)
         if firsts.shape[0]:
             q, k, v = row_major(q), row_major(k), row_major(v)
             _launch(
@@ -238,7 +240,7 @@ class _CausalAttention(torch.autograd.Function):
         q, k, v, out, log_sum = (aligned(saved) for saved in ctx.saved_tensors)
         gradient = aligned(gradient)
         of_q, of_k, of_v = (torch.zeros_like(t) for t in (q, k, v))
-        *_, tiles = _packed(ctx.starts, ctx.lengths, q.device)
+        *_, tiles = _packed(ctx.starts, ctx.lengths, len(q), q.device)
         if tiles.shape[0]:
             rows, heads, width = q.shape
             key_heads = k.shape[1]

@@ -1,8 +1,8 @@
 """Partial sums of the tensor digest on the device (`engines.provenance.digest` defines them).
 
 Integer sums modulo 2^64 have no order: a program adds its part, and the parts are added afterwards.
-Any number of blocks takes two launches, one copy to the device and one back: thousands of small
-tensors would otherwise each wait for the host.
+Any number of blocks with words of one size takes two launches, one copy to the device and one back:
+thousands of small tensors would otherwise each wait for the host.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class _Places:
             int32 place of each row of each chunk, -1 where it is empty, and int64 `[E + 1]` first
             chunk of each expert, and the end.
         """
-        blocks, num_experts = -(-num_rows // ROW_BLOCK), len(self.first) - 1
+        blocks, num_experts = max(1, -(-num_rows // ROW_BLOCK)), len(self.first) - 1
         key = self.experts * blocks + self.rows // ROW_BLOCK
         bounds = torch.arange(num_experts * blocks + 1, device=key.device)
         starts = torch.searchsorted(key, bounds)

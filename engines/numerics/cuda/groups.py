@@ -1,7 +1,8 @@
 """Rows of several groups in one launch: which group a tile of rows belongs to.
 
-Group g has rows `first[g] ... first[g + 1] - 1`, and `count // TILE + groups` tiles are enough for
-all of them, however the rows are dealt: a number the host knows without asking the device.
+Group g has rows `first[g] ... first[g + 1] - 1`, and `first[0]` is 0. Enough for all of them are
+`count // TILE + groups` tiles, however the rows are dealt: a number the host knows without asking
+the device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How an input must lie in memory before a kernel reads it.
 
 Triton picks the layout of a load, and with it the order of a sum over a row, from what it knows of
-pointer and stride. Invariant: what reaches a kernel that sums has one alignment whatever the
-caller's view was, so that storage offset and stride cannot be seen in a result.
+pointer and stride. Invariant: what reaches a kernel that reduces a row of floats across threads has
+one alignment whatever the caller's view was, so that storage offset and stride cannot be seen in a
+result. Products, column sums and integer sums do not depend on that layout and take any view.
 """
 
 from __future__ import annotations

@@ -200,7 +200,13 @@ def temper_(logits: torch.Tensor, rows: torch.Tensor, temperatures: torch.Tensor
     if logits.numel():
         columns = logits.shape[1]
         _temper_kernel[(logits.shape[0], triton.cdiv(columns, _BLOCK))](
-            logits, rows, temperatures, columns, logits.stride(0), BLOCK=_BLOCK, num_warps=8
+            logits,
+            rows.contiguous(),
+            temperatures.contiguous(),
+            columns,
+            logits.stride(0),
+            BLOCK=_BLOCK,
+            num_warps=8,
         )
 
 
@@ -214,7 +220,7 @@ def _rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return float32 `[M]` chosen log-probs, maxima, logs of sums, entropies."""
     _check_temperature(temperature)
-    logits = row_major(logits)
+    logits, ids = row_major(logits), None if ids is None else ids.contiguous()
     count, columns = logits.shape
     chosen, maximum, log_sum, of_entropy = torch.empty(
         4, count, dtype=torch.float32, device=logits.device
@@ -280,7 +286,7 @@ def _logits_gradient(
     out = torch.empty(count, columns, dtype=logits.dtype, device=logits.device)
     if out.numel():
         _gradient_kernel[(count, triton.cdiv(columns, _BLOCK))](
-            logits, ids, maximum, log_sum, entropy, of_chosen.contiguous(),
+            logits, ids.contiguous(), maximum, log_sum, entropy, of_chosen.contiguous(),
             None if of_entropy is None else of_entropy.contiguous(), out, float(temperature),
             columns, logits.stride(0), HAS_ENTROPY=of_entropy is not None, BLOCK=_BLOCK,
             num_warps=8, enable_fp_fusion=False,

@@ -1,9 +1,10 @@
 """Our own matrix products: no split over K, and one chain of additions for every output element.
 
-An element is the sum over K in steps of 16, in order, in one float32 accumulator of the tensor
-cores. How many rows and columns a tile holds only says which elements are computed together; that
-it decides no bit is measured (`tests/gpu/test_op_laws.py`, and by preflight in every run). The
-weight gradient takes rows in blocks of 64, left to right, into one float32 accumulator.
+An element is the sum over K in order, in one float32 accumulator: bfloat16 in steps of 16 on the
+tensor cores, float32 on the plain units. How many rows and columns a tile holds only says which
+elements are computed together; that it decides no bit is measured (`tests/gpu/test_op_laws.py`, and
+by preflight in every run). The weight gradient takes rows in blocks of 64, left to right, into one
+float32 accumulator.
 """
 
 from __future__ import annotations
@@ -213,7 +214,8 @@ def matmul(
     tile = tile or chosen_tile(m, n, x.dtype)
     b_k, b_column = (1, weight.stride(0)) if transposed else (weight.stride(0), 1)
     _matmul_kernel[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
-        x, weight, bias, out, m, n, k, x.stride(0), 1, b_k, b_column, n,
+        x, weight, None if bias is None else bias.contiguous(), out, m, n, k,
+        x.stride(0), 1, b_k, b_column, n,
         HAS_BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner,
         GROUP=_GROUP, EVEN_K=k % tile.inner == 0, PRECISION="ieee", **tile.options(),
     )  # fmt: skip

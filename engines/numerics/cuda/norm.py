@@ -69,6 +69,11 @@ def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm and what was normed, both like `x`."""
+    if x.dim() != 2 or weight.shape != x.shape[1:]:
+        raise ValueError(
+            f"rms_norm: x is {tuple(x.shape)} and the weight {tuple(weight.shape)}; rows of one "
+            "width are needed, and a weight for each column"
+        )
     x = aligned(x)
     out = torch.empty_like(x)
     summed = x

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from engines.numerics.cuda.groups import owner_of
 from engines.numerics.cuda.tables import all_aligned, table_of
+from engines.numerics.optimizer import check_adamw
 
 _BLOCK = 1024
 _ROUNDS = 8
@@ -106,17 +107,10 @@ def adamw_steps_(
         eps: added to the root of the second moment.
         weight_decay: decoupled; multiplied by `lr`.
     """
-    if step < 1:
-        raise ValueError(f"adamw_step_: step is {step}; the first step is 1")
-    for name, tensors in (("param", params), ("exp_avg", exp_avgs), ("exp_avg_sq", exp_avg_sqs)):
-        for tensor in tensors:
-            if not tensor.is_contiguous() or tensor.dtype != torch.float32:
-                raise ValueError(
-                    f"adamw_step_: {name} must be contiguous float32, it is {tensor.dtype} with "
-                    f"stride {tensor.stride()}"
-                )
+    for state in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        check_adamw(*state, step=step)
     states = [
-        (param, grad.float().contiguous(), mean, square)
+        (param, grad.contiguous(), mean, square)
         for param, grad, mean, square in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
         if param.numel()
     ]

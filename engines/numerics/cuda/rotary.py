@@ -13,6 +13,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from engines.numerics.cuda.layout import power_of_two, row_major
+from engines.numerics.rotary import check_rotary
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -51,7 +52,7 @@ def _rotate(
     out = torch.empty(rows, heads, width, dtype=x.dtype, device=x.device)
     if out.numel():
         _rotary_kernel[(rows,)](
-            x, positions, inv_freq, out, heads, x.stride(0), x.stride(1),
+            x, positions.contiguous(), inv_freq.contiguous(), out, heads, x.stride(0), x.stride(1),
             HALF=width // 2, BLOCK_HEADS=power_of_two(heads), BLOCK=power_of_two(width // 2),
             BACKWARD=backward, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
@@ -66,10 +67,7 @@ def rotary(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> 
         positions: integer `[M]`, 0-based within each sequence.
         inv_freq: float32 `[head_dim / 2]` on the device of `x`.
     """
-    if inv_freq.dtype != torch.float32:
-        raise ValueError(
-            f"rotary: inv_freq is {inv_freq.dtype}; a cast model has rounded it, use float32"
-        )
+    check_rotary(x, positions, inv_freq)
     if inv_freq.device != x.device:
         raise ValueError(
             f"rotary: inv_freq is on {inv_freq.device} and x on {x.device}; move it once, when "

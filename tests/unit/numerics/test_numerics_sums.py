@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -35,6 +36,14 @@ def test_infinities_and_nan_do_not_raise():
     assert math.isnan(ordered_sum(torch.tensor([math.inf, -math.inf])))
     assert math.isnan(ordered_sum(torch.tensor([math.nan, 1.0])))
     assert ordered_sum(torch.tensor([1e308, 1e308], dtype=torch.float64)) == math.inf
+    assert ordered_sum(torch.tensor([-1e308, -1e308], dtype=torch.float64)) == -math.inf
+    assert ordered_sum(torch.tensor([1e308, 1e308, -math.inf], dtype=torch.float64)) == -math.inf
+
+
+def test_a_sum_that_leaves_float64_on_the_way_is_right_in_any_order():
+    values = [1e308, 1e308, -1e308, -1e308, 1.0]
+    for order in itertools.permutations(values):
+        assert ordered_sum(torch.tensor(order, dtype=torch.float64)) == 1.0
 
 
 def test_token_sum_gives_each_value_a_gradient_of_one():

@@ -104,5 +104,30 @@ def test_sequences_out_of_order_are_refused(device):
     from engines.numerics import cuda
 
     inputs = [value.to(device) for value in packed(torch.float32)]
-    with pytest.raises(ValueError, match="out of order"):
+    with pytest.raises(ValueError, match="sequence 1 has 3 rows from row 0"):
         cuda.causal_attention(*inputs, starts=(64, 0), lengths=(3, 3), scale=1.0)
+
+
+@pytest.mark.parametrize("start", [5, 16, 40])
+def test_rows_before_the_first_sequence_are_no_ones(device, start):
+    from engines.numerics import cuda
+
+    q, k, v = (value.to(device) for value in packed(torch.float32))
+    rows = slice(start, start + 10)
+    alone = cuda.causal_attention(q[rows], k[rows], v[rows], starts=(0,), lengths=(10,), scale=0.25)
+    found = cuda.causal_attention(q, k, v, starts=(0, start), lengths=(0, 10), scale=0.25)
+    assert torch.equal(found[rows], alone)
+    found[rows] = 0
+    assert not found.any()
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths"), [((0,), (1000,)), ((-1,), (3,)), ((0, 2), (4, 4)), ((0,), (-1,))]
+)
+def test_sequences_that_overlap_or_leave_the_rows_are_refused(device, starts, lengths):
+    from engines.numerics import causal_attention, cuda
+
+    inputs = packed(torch.float32)
+    for op, where in ((cuda.causal_attention, device), (causal_attention, "cpu")):
+        with pytest.raises(ValueError, match=f"has {lengths[-1]} rows from row {starts[-1]}"):
+            op(*(value.to(where) for value in inputs), starts=starts, lengths=lengths, scale=1.0)

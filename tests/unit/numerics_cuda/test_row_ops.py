@@ -315,3 +315,54 @@ def test_many_tensors_step_and_are_summed_in_one_launch_with_the_bits_of_each_al
         assert [len(rows) for rows in sums] == [shape[0] for shape in shapes]
         for found, tensor in zip(sums, tensors, strict=True):
             assert torch.equal(found.cpu(), cpu_row_square_sums(tensor))
+
+
+def test_operands_of_one_dimension_may_have_any_stride(device):
+    from engines.numerics import cuda
+
+    x, weight, wide = random(6, 16), random(10, 16, seed=1), random(20, seed=2)
+    values = [value.to(device) for value in (x, weight, wide[::2])]
+    assert torch.equal(cuda.linear(*values), cuda.linear(*values[:2], values[2].contiguous()))
+    frequencies = rotary_inv_freq(1e4, 8).repeat_interleave(2).to(device)[::2]
+    positions = torch.arange(12).to(device)[::2]
+    heads = values[0].view(6, 2, 8)
+    assert torch.equal(
+        cuda.rotary(heads, positions, frequencies),
+        cuda.rotary(heads, positions.contiguous(), frequencies.contiguous()),
+    )
+
+
+def test_shapes_that_do_not_fit_are_refused_as_on_the_cpu(device):
+    from engines.numerics import cuda
+
+    heads, positions = random(3, 2, 8).to(device), torch.arange(3).to(device)
+    frequencies = rotary_inv_freq(1e4, 8).to(device)
+    for op, where in ((cuda.rotary, device), (cpu_rotary, "cpu")):
+        for wrong in (
+            (heads[..., :7], positions, frequencies),
+            (heads, positions, frequencies[:2]),
+            (heads, positions[:2], frequencies),
+        ):
+            with pytest.raises(ValueError, match="every row needs a position"):
+                op(*(value.to(where) for value in wrong))
+    with pytest.raises(ValueError, match="a weight for each column"):
+        cuda.rms_norm(random(4, 3, 8).to(device), random(8).to(device), 1e-6)
+
+
+@pytest.mark.parametrize("wrong", ["one gradient", "a bfloat16 gradient", "a strided moment"])
+def test_a_step_of_adamw_refuses_what_it_would_misread(device, wrong):
+    from engines.numerics import cuda
+
+    for op, where in ((cuda.adamw_step_, device), (cpu_adamw_step_, "cpu")):
+        param, gradient, mean, square = (torch.ones(4, 6, device=where) for _ in range(4))
+        if wrong == "one gradient":
+            gradient = gradient[0, :1]
+        elif wrong == "a bfloat16 gradient":
+            gradient = gradient.bfloat16()
+        else:
+            mean = torch.ones(6, 4, device=where).t()
+        with pytest.raises(ValueError, match=r"adamw_step_: (grad|exp_avg) is"):
+            op(
+                param, gradient, mean, square, step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8,
+                weight_decay=0.0,
+            )  # fmt: skip
