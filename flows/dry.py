@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from engines.checkpoint.retention import disk_need
+from engines.data import data_file
 from engines.faults import parse_flip
 from engines.provenance.verdict import Verdict
 from engines.train.registry import check_supported
@@ -17,12 +19,14 @@ from model_specs.fingerprint import flattened, plan_fingerprint, trajectory_fing
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import RunSpec
+from model_specs.sources import GENERATED_PREFIX, is_url
 
 
 def check(recipe: str, overrides: tuple[str, ...], inject_flip: str | None) -> RunSpec:
     """Refuse a bad recipe, override or flip, and what no trainer does, before anything starts."""
     spec = apply_overrides(load_recipe(recipe), overrides)
     check_supported(spec)
+    _check_data(spec)
     if inject_flip is not None:
         flip = parse_flip(inject_flip)
         if not 1 <= flip.step <= spec.plan.num_steps:
@@ -30,6 +34,13 @@ def check(recipe: str, overrides: tuple[str, ...], inject_flip: str | None) -> R
                 f"--inject-flip step={flip.step}: the run has steps 1 to {spec.plan.num_steps}"
             )
     return spec
+
+
+def _check_data(spec: RunSpec) -> None:
+    """Refuse a local data source that is not there."""
+    for data in (spec.data, *(chosen.data_of(spec.data) for chosen in spec.plan.evals)):
+        if not (data.source.startswith(GENERATED_PREFIX) or is_url(data.source)):
+            data_file(Path(data.source).expanduser(), split=data.split)
 
 
 def stage_plan(spec: RunSpec, *, twin: bool) -> list[str]:

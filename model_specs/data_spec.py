@@ -51,8 +51,9 @@ class DataSpec(Frozen):
     """Prompts and labels, how a row is read, and how a prompt is rendered."""
 
     source: Execution[str]
-    """`generated:arithmetic`, a folder, or a .jsonl or .parquet file; its content is identity by
-    `digest`. `PATH@[a:b]` is read as `source=PATH`, `rows=a:b`."""
+    """`generated:arithmetic`, a folder, or a .jsonl or .parquet file, local or on a web server
+    (`https://`; a folder there has `<split>.jsonl`); its content is identity by `digest`.
+    `PATH@[a:b]` is read as `source=PATH`, `rows=a:b`."""
     split: str = "train"
     """For a folder: the file `<split>.jsonl` or `<split>.parquet` in it."""
     rows: str | None = None

@@ -1,4 +1,4 @@
-"""Where a model comes from: `generated:tiny`, a folder, or `hf://org/name@revision`.
+"""Where a model comes from: `generated:tiny`, a folder, or `hf://org/name@revision`; and data.
 
 All access to the hub goes through `from_hub`: huggingface_hub honours HF_ENDPOINT, HF_TOKEN,
 HF_HOME and HF_HUB_OFFLINE, and no error of ours repeats a credential, whatever a server or a
@@ -27,6 +27,12 @@ T = TypeVar("T")
 HUB_PREFIX = "hf://"
 GENERATED_PREFIX = "generated:"
 DEFAULT_REVISION = "main"
+
+GSM8K_SOURCE = (
+    "https://raw.githubusercontent.com/openai/grade-school-math/"
+    "3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data"
+)
+"""Of the authors of GSM8K (Cobbe et al., 2021), MIT: `train.jsonl` and `test.jsonl` at a commit."""
 
 _HUB = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -70,6 +76,11 @@ def parse_hub(source: str) -> HubSource | None:
             "commit)"
         )
     return HubSource(repository=match["repo"], revision=match["revision"] or DEFAULT_REVISION)
+
+
+def is_url(source: str) -> bool:
+    """Whether a source is a file, or a folder of files, on a web server."""
+    return source.startswith(("https://", "http://"))
 
 
 def read_config(source: str) -> tuple[str, dict[str, Any]]:

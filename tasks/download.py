@@ -13,7 +13,7 @@ from engines.environment import telemetry_off_env
 from engines.provenance.digest import digest_json
 from engines.runs import write_spec
 from model_specs.run_spec import RunSpec
-from model_specs.sources import parse_hub
+from model_specs.sources import is_url, parse_hub
 from tasks.session import LegSession, session
 from tasks.stage import stage
 
@@ -42,8 +42,10 @@ def download(session_name: str) -> Inputs:
     spec = opened.spec
     opened.stage_reused = (opened.folder / "model").is_dir()
     host = opened.trainer_hosts[0]
-    is_hub = parse_hub(spec.model.path) is not None
-    if is_hub:  # in a process of its own: those of the engines are kept off the network
+    is_remote = parse_hub(spec.model.path) is not None or any(
+        is_url(source) for source in (spec.data.source, *(s.source or "" for s in spec.plan.evals))
+    )
+    if is_remote:  # in a process of its own: those of the engines are kept off the network
         host = opened.cluster.start("download-0", env=telemetry_off_env())
     model, data = gather(
         [
@@ -58,7 +60,7 @@ def download(session_name: str) -> Inputs:
         timeout_s=6 * 3600,
     )
     eval_digests = _download_evals(opened, host)
-    if is_hub:
+    if is_remote:
         opened.cluster.stop(host)
     opened.spec = _resolved(spec, model, data, eval_digests)
     write_spec(opened.folder, opened.spec)

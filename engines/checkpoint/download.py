@@ -1,11 +1,12 @@
 """Brings a model or a data set into a run's own folder, with a manifest of what arrived.
 
-Sources are `generated:tiny` and `generated:arithmetic`, a local folder or file, and
-`hf://org/name@revision` (through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME and
-HF_HUB_OFFLINE are honoured). A connection that breaks is taken up again at the last whole chunk;
-files that arrived whole are not fetched again by a later attempt. What the hub sent is hashed and
-compared with the hash that the hub states, which its client does not do. A folder appears under its
-name complete and checked, or not at all; asking again verifies it by content.
+Sources are `generated:tiny` and `generated:arithmetic`, a local folder or file, a file of data on a
+web server (`engines.checkpoint.fetch`), and `hf://org/name@revision` of a model, through
+huggingface_hub, so that HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are honoured. There a
+connection that breaks is taken up again at the last whole chunk; files that arrived whole are not
+fetched again by a later attempt. What the hub sent is hashed and compared with the hash that the
+hub states, which its client does not do. A folder appears under its name complete and checked, or
+not at all; asking again verifies it by content.
 
 Usage::
 
@@ -25,16 +26,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from engines.checkpoint.fetch import fetch
 from engines.checkpoint.folders import weight_files
 from engines.checkpoint.tiny_model import write_tiny_model
 from engines.data import arithmetic_rows, data_file, load_rows, selected_rows, write_rows
 from engines.provenance.digest import digest_json, sha256_file
+from model_specs.data_spec import DATA_SUFFIXES
 from model_specs.errors import ArtifactError, SpecError
 from model_specs.json_text import read_json
 from model_specs.model_spec import ModelSpec
 from model_specs.registry import check_config
 from model_specs.run_spec import DataSpec
-from model_specs.sources import HubSource, from_hub, parse_hub
+from model_specs.sources import HubSource, from_hub, is_url, parse_hub
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
@@ -155,6 +158,9 @@ def download_data(spec: DataSpec, folder: str | Path) -> Download:
                 )
             write_rows(partial / f"{spec.split}.jsonl", arithmetic_rows(spec.split))
             return None
+        if is_url(spec.source):
+            _fetch_data(spec, partial)
+            return None
         file = data_file(Path(spec.source).expanduser(), split=spec.split)
         shutil.copyfile(file, partial / f"{spec.split}{file.suffix}")
         return None
@@ -166,6 +172,13 @@ def download_data(spec: DataSpec, folder: str | Path) -> Download:
     result = _materialise(spec.source, Path(folder), fill=fill, check=check)
     _require_digest("data.digest", spec.digest, result.digest, result)
     return result
+
+
+def _fetch_data(spec: DataSpec, partial: Path) -> None:
+    """Fetch the file that `spec.source` names, or `<split>.jsonl` of the folder that it names."""
+    is_file = spec.source.endswith(DATA_SUFFIXES)
+    url = spec.source if is_file else f"{spec.source.rstrip('/')}/{spec.split}.jsonl"
+    fetch(url, partial / f"{spec.split}{Path(url).suffix}")
 
 
 def verify_download(folder: str | Path) -> Download:

@@ -24,6 +24,7 @@ from model_specs.run_spec import (
     SeedSpec,
     TreeReduction,
 )
+from model_specs.sources import GSM8K_SOURCE
 
 QWEN2_5_0_5B = ModelSpec(
     family="qwen2",
@@ -61,7 +62,7 @@ def recipe() -> RunSpec:
         recipe="gsm8k_qwen2_5_0_5b",
         model=QWEN2_5_0_5B,
         data=DataSpec(
-            source="gsm8k",
+            source=GSM8K_SOURCE,
             split="train",
             format="gsm8k",
             template=TEMPLATE,

@@ -1,8 +1,8 @@
 """`gsm8k_smollm2_135m`: a real chat model of 135M parameters on GSM8K, sized for a CPU.
 
 Two steps of 4 prompts x 4 samples. The model solves about one problem in a hundred, so a
-well-formed final answer earns a declared part of the reward. Model and data are read from where
-`--set model.path=FOLDER` and `--set data.source=FOLDER` point.
+well-formed final answer earns a declared part of the reward. Model and data are downloaded; without
+a network `--set model.path=FOLDER` and `--set data.source=FOLDER` name local ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from model_specs.run_spec import (
     SamplingSpec,
     TreeReduction,
 )
+from model_specs.sources import GSM8K_SOURCE
 
 SMOLLM2_135M = ModelSpec(
     family="llama",
@@ -68,7 +69,7 @@ def recipe() -> RunSpec:
         recipe="gsm8k_smollm2_135m",
         model=SMOLLM2_135M,
         data=DataSpec(
-            source="gsm8k",
+            source=GSM8K_SOURCE,
             split="train",
             digest="17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
             format="gsm8k",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flows.dry import check, stage_plan
-from model_specs.errors import SpecError
+from model_specs.errors import ArtifactError, SpecError
 from model_specs.fingerprint import plan_fingerprint, trajectory_fingerprint
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
@@ -110,3 +110,15 @@ def test_a_mistake_is_refused_before_anything_is_started(
 ) -> None:
     with pytest.raises(SpecError, match=said):
         check(recipe, overrides, flip)
+
+
+def test_data_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"nowhere does not exist.*data\.source=PATH"):
+        check("tiny_cpu", (f"data.source={tmp_path / 'nowhere'}",), None)
+    evals = f'plan.evals=[{{"name": "held-out", "source": "{tmp_path}", "split": "test", '
+    evals += '"every": 2, "sampling": {"max_new_tokens": 4}}]'
+    with pytest.raises(ArtifactError, match=r"has no test\.jsonl"):
+        check("tiny_cpu", (evals,), None)
+    (tmp_path / "test.jsonl").write_text("{}\n")
+    check("tiny_cpu", (evals,), None)
+    check("tiny_cpu", ("data.source=https://example.org/data",), None)
