@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engines.checkpoint.dcp import META_FILE, read_meta
+from engines.checkpoint.dcp import META_FILE, CheckpointMeta, checkpoint_name, read_meta
 from engines.contracts import ArtifactRef
 from engines.provenance.fence import Fence, RunFolder, write_durably
-from engines.provenance.ledger import LEDGER_FILE, read_ledger
+from engines.provenance.ledger import LEDGER_FILE, Ledger, read_ledger
 from model_specs.errors import ArtifactError, CheckpointError, SpecError
 from model_specs.fingerprint import trajectory_fingerprint
 from model_specs.json_text import read_json
@@ -120,8 +120,16 @@ def legs(folder: Path) -> tuple[str, ...]:
 
 def checkpoints(leg_folder: Path) -> dict[int, ArtifactRef]:
     """Step -> committed checkpoint of a leg, by step; one whose meta is torn is left out."""
-    found = {}
-    for meta_path in sorted(leg_folder.glob(f"checkpoints/step-*/{META_FILE}")):
+    return {
+        meta.step: ArtifactRef(uri=str(folder), kind="checkpoint", digest=meta.state_digest)
+        for folder, meta in _committed(leg_folder)
+    }
+
+
+def _committed(leg_folder: Path) -> list[tuple[Path, CheckpointMeta]]:
+    """Folder and meta of each committed checkpoint, by step."""
+    found = []
+    for meta_path in leg_folder.glob(f"checkpoints/step-*/{META_FILE}"):
         folder = meta_path.parent
         if folder.suffix:  # being written, or replaced by another
             continue
@@ -130,8 +138,26 @@ def checkpoints(leg_folder: Path) -> dict[int, ArtifactRef]:
         except CheckpointError as error:
             logger.warning("left out: %s", error)
             continue
-        found[meta.step] = ArtifactRef(uri=str(folder), kind="checkpoint", digest=meta.state_digest)
-    return dict(sorted(found.items()))
+        if folder.name != checkpoint_name(meta.step):
+            logger.warning("left out: %s holds step %d; it is a copy", folder, meta.step)
+            continue
+        found.append((folder, meta))
+    return sorted(found, key=lambda each: each[1].step)
+
+
+def _foreign(leg_folder: Path, ledger: Ledger) -> dict[int, str]:
+    """Step -> what is wrong, of the checkpoints that belong to other updates than the ledger's.
+
+    An attempt that was taken back may have left them: the ledger went on from an earlier step, and
+    its updates had other bits. The checkpoint that a fork began with has its parent's chain.
+    """
+    first = ledger.header.start_step + 1
+    chains = {line.step: line.chain for line in ledger.lines if line.step >= first}
+    return {
+        meta.step: f"its chain is {meta.chain_digest}, the ledger's is {chains[meta.step]}"
+        for _, meta in _committed(leg_folder)
+        if chains.get(meta.step, meta.chain_digest) != meta.chain_digest
+    }
 
 
 def checkpoint_at(leg_folder: Path, step: int | None) -> tuple[int, ArtifactRef]:
@@ -141,18 +167,33 @@ def checkpoint_at(leg_folder: Path, step: int | None) -> tuple[int, ArtifactRef]
     may have left later ones behind.
 
     Raises:
-        CheckpointError: There is none, listing those that there are.
+        CheckpointError: There is none, listing those that there are, or it belongs to other updates
+            than those of the ledger.
     """
     found = checkpoints(leg_folder)
     if not found:
-        raise CheckpointError(f"{leg_folder} has no committed checkpoint")
+        raise CheckpointError(
+            f"{leg_folder} has no committed checkpoint, so nothing can go on from it; run it again"
+        )
+    has_ledger = (leg_folder / LEDGER_FILE).is_file()
+    ledger = read_ledger(leg_folder) if has_ledger else None
+    foreign = _foreign(leg_folder, ledger) if ledger is not None else {}
     if step is None:
-        has_ledger = (leg_folder / LEDGER_FILE).is_file()
-        last = read_ledger(leg_folder).last_step if has_ledger else max(found)
-        step = max((known for known in found if known <= last), default=last)
+        last = max(found)
+        if ledger is not None:
+            # A ledger that has only its header has not got beyond where it began.
+            last = max(ledger.last_step, ledger.header.start_step)
+        known = [at for at in found if at <= last and at not in foreign]
+        step = max(known, default=last)
+    usable = sorted(found.keys() - foreign.keys())
+    if step in foreign:
+        raise CheckpointError(
+            f"{leg_folder}: the checkpoint of step {step} is of an attempt that was taken back: "
+            f"{foreign[step]}; name one of {usable}"
+        )
     if step not in found:
         raise CheckpointError(
-            f"{leg_folder} has no committed checkpoint of step {step}; it has {sorted(found)}"
+            f"{leg_folder} has no committed checkpoint of step {step}; it has {usable}"
         )
     return step, found[step]
 
@@ -162,7 +203,13 @@ def checkpoint_before(leg_folder: Path, step: int) -> tuple[int, ArtifactRef | N
 
     None stands for the initial weights, of step 0.
     """
-    earlier = {at: found for at, found in checkpoints(leg_folder).items() if at < step}
+    has_ledger = (leg_folder / LEDGER_FILE).is_file()
+    foreign = _foreign(leg_folder, read_ledger(leg_folder)) if has_ledger else {}
+    earlier = {
+        at: found
+        for at, found in checkpoints(leg_folder).items()
+        if at < step and at not in foreign
+    }
     newest = max(earlier, default=0)
     return newest, earlier.get(newest)
 

@@ -182,11 +182,14 @@ def prune(
         StaleAttemptError: A newer attempt of the run has started.
     """
     root = Path(leg_folder) / "checkpoints"
+    # Neither one that is being written, nor one that was replaced, nor a copy.
+    names = [path.parent.name.removeprefix("step-") for path in root.glob(f"step-*/{META_FILE}")]
     committed = [
-        step
-        for path in root.glob(f"step-*/{META_FILE}")
-        if not path.parent.suffix  # neither one that is being written nor one that was replaced
-        and (step := int(path.parent.name.removeprefix("step-"))) <= newest_step
+        int(name)
+        for name in names
+        if name.isdecimal()
+        and int(name) <= newest_step
+        and checkpoint_name(int(name)) == f"step-{name}"
     ]
     unwanted = sorted(set(committed) - kept_steps(committed, plan) - {*protected, newest_step})
     for step in unwanted:

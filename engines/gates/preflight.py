@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from engines.contracts import Sample, SampleRequest
 from engines.provenance.verdict import Verdict
 from engines.seeds import derive_seed
-from model_specs.errors import UnsupportedError
+from model_specs.errors import EngineError, UnsupportedError
 from model_specs.run_spec import RunSpec
 
 NUM_NEEDLES = 4
@@ -86,12 +86,18 @@ def run_probes(engine: ProbedEngine, spec: RunSpec) -> dict[str, Any]:
         each with the fields of `Probe`.
     """
     started = time.monotonic()
+    # A prompt has a token, and one that is only scored still draws one.
+    new_tokens = min(NEW_TOKENS, engine.max_model_len - 2)
+    if new_tokens < 1:
+        raise EngineError(
+            f"preflight: the engine holds {engine.max_model_len} tokens a sequence, a probe needs "
+            "3; raise data.max_prompt_tokens or sampling.max_new_tokens"
+        )
     asked = spec.sampling.model_copy(
-        update={"max_new_tokens": NEW_TOKENS, "min_new_tokens": 0, "stop": ()}
+        update={"max_new_tokens": new_tokens, "min_new_tokens": 0, "stop": ()}
     )
     sampling = asked.model_dump_json()
-    # One more, because a prompt that is only scored still draws a token.
-    room = engine.max_model_len - NEW_TOKENS - 1
+    room = engine.max_model_len - new_tokens - 1
     device = spec.execution.device
     longest = min(spec.data.max_prompt_tokens, room, MAX_NEEDLE_TOKENS[device])
     # Lengths from the longest down, so that tiles, pages and cache hits are all met partly filled.

@@ -23,10 +23,10 @@ from engines.contracts import StepRecord
 from engines.loop import DrawnStep
 from engines.provenance.digest import digest_floats
 from engines.provenance.fence import RunFolder
-from engines.provenance.ledger import LedgerHeader, LedgerWriter
+from engines.provenance.ledger import LedgerHeader, LedgerWriter, read_ledger
 from engines.rollout_dump import write_dump
 from flows.dry import check
-from model_specs.errors import SpecError, StaleAttemptError
+from model_specs.errors import CheckpointError, SpecError, StaleAttemptError
 from model_specs.overrides import apply_overrides
 from model_specs.run_spec import PlanSpec, RunSpec
 from tasks import checkpoint, train
@@ -82,11 +82,43 @@ def test_the_newest_checkpoint_is_one_whose_step_the_ledger_has(tmp_path: Path) 
     assert runs.checkpoint_at(leg, None)[0] == 8  # no ledger says anything else
     header = LedgerHeader(trajectory="t", plan="p", run_id="r", leg="a")
     ledger = LedgerWriter(leg, header=header)
+    chains = []
     for step in range(6):
         digests = {"weights": {"w": digest_floats("w", [float(step)])}}
         ledger.append(StepRecord(step=step, update=0 if step else -1, digests=digests))
+        chains.append(read_ledger(leg).chain)
+    for step in (2, 4):
+        place = leg / "checkpoints" / f"step-{step:06d}"
+        write_meta(place, step, state=f"state {step}", chain=chains[step])
     assert runs.checkpoint_at(leg, None)[0] == 4
     assert runs.checkpoint_at(leg, 8)[0] == 8  # named on purpose
+    # One that an attempt left which had other bits in this step, and was taken back.
+    write_meta(leg / "checkpoints" / "step-000004", 4, state="state 4", chain=chains[3])
+    assert runs.checkpoint_at(leg, None)[0] == 2
+    assert runs.checkpoint_before(leg, 6)[0] == 2
+    with pytest.raises(CheckpointError, match=f"taken back: its chain is {chains[3]}, the ledger"):
+        runs.checkpoint_at(leg, 4)
+
+
+def test_a_fork_that_has_not_got_beyond_its_beginning_goes_on_from_there(tmp_path: Path) -> None:
+    leg = tmp_path / "a"
+    committed(leg, 4)
+    LedgerWriter(
+        leg, header=LedgerHeader(trajectory="t", plan="p", run_id="r", leg="a", start_step=4)
+    )
+    assert runs.checkpoint_at(leg, None)[0] == 4
+
+
+def test_a_copy_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+    fence = RunFolder.create(tmp_path, run_id="r").new_attempt()
+    leg = tmp_path / "a"
+    committed(leg, 2, 4)
+    for name in ("step-000004-backup", "step-4", "step-000009"):
+        shutil.copytree(leg / "checkpoints" / "step-000004", leg / "checkpoints" / name)
+    found = runs.checkpoints(leg)
+    assert [Path(each.uri).name for each in found.values()] == ["step-000002", "step-000004"]
+    assert prune(leg, plan(keep_last=1), newest_step=4, protected=(), fence=fence) == (2,)
+    assert (leg / "checkpoints" / "step-000004-backup").is_dir()
 
 
 def test_a_stale_attempt_deletes_nothing(tmp_path: Path) -> None:

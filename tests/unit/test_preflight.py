@@ -11,6 +11,7 @@ import pytest
 from engines.contracts import Sample, SampleRequest
 from engines.gates.preflight import NEW_TOKENS, run_probes
 from engines.seeds import derive_seed
+from model_specs.errors import EngineError
 from model_specs.overrides import apply_overrides
 from model_specs.registry import load_recipe
 from model_specs.run_spec import EvalSampling
@@ -32,7 +33,10 @@ class MadeUpEngine:
     def generate(self, requests: Sequence[SampleRequest], *, sampling: str | None) -> list[Sample]:
         assert sampling is not None
         asked = EvalSampling.model_validate_json(sampling)
-        assert asked.max_new_tokens == NEW_TOKENS
+        self.new_tokens = asked.max_new_tokens
+        assert all(
+            len(r.prompt_token_ids) + self.new_tokens <= self.max_model_len for r in requests
+        )
         self.largest = max(self.largest, len(requests))
         self.cached_tokens = {r.request_id: 16 * (r.request_id in self._seen) for r in requests}
         answers = [self._answer(r, len(requests), asked.temperature) for r in requests]
@@ -41,7 +45,7 @@ class MadeUpEngine:
 
     def _answer(self, request: SampleRequest, company: int, temperature: float) -> Sample:
         tokens, logprobs = list(request.prompt_token_ids), []
-        for _ in range(NEW_TOKENS):
+        for _ in range(self.new_tokens):
             tokens.append(derive_seed(request.seed, len(tokens), tokens[-1]) % self.vocab_size)
             value = logprob(tokens) / temperature
             if self.fault == "batch" and company == 8:
@@ -54,7 +58,7 @@ class MadeUpEngine:
             prompt_id=request.prompt_id,
             sample_index=0,
             prompt_token_ids=request.prompt_token_ids,
-            token_ids=tuple(tokens[-NEW_TOKENS:]),
+            token_ids=tuple(tokens[-self.new_tokens :]),
             logprobs=tuple(logprobs),
             text="",
             finish_reason="length",
@@ -108,3 +112,20 @@ def test_one_bit_in_one_setting_is_misaligned_and_the_setting_is_named(
     result, _ = probed(fault)
     assert result["verdict"] == "Misaligned"
     assert f"1 of 5 probes differ from the requests alone; first: {probe}" in result["reason"]
+
+
+@pytest.mark.parametrize("length", [3, 9, 17, 18, 19, 40])
+def test_an_engine_for_short_sequences_is_probed_with_fewer_tokens(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MadeUpEngine, "max_model_len", length)
+    result, engine = probed()
+    assert engine.new_tokens == min(NEW_TOKENS, length - 2)
+    assert result["verdict"] == "Aligned", result["reason"]
+    assert probed("batch")[0]["verdict"] == "Misaligned"
+
+
+def test_an_engine_for_two_tokens_cannot_be_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MadeUpEngine, "max_model_len", 2)
+    with pytest.raises(EngineError, match="holds 2 tokens a sequence, a probe needs 3"):
+        probed()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engines.contracts import PROBES, StepRecord
 from engines.faults import flip_bit, flip_float32
@@ -452,3 +452,24 @@ def test_a_thousand_steps_of_three_hundred_tensors_are_compared_in_two_seconds(
         "weights",
         "layers.250.w",
     )
+
+
+def test_a_number_of_optimizer_steps_is_named_without_a_tensor_of_it(tmp_path: Path) -> None:
+    """A resume that restores the moments and not the counter: the file has moments alone."""
+
+    def counted(steps: int) -> Change:
+        def change(at: int, values: dict[str, Any], tensors: dict[str, Any]) -> None:
+            if at == 2:
+                tensors["optimizer"]["step"] = torch.tensor(steps)
+
+        return change
+
+    a, b = (write_leg(tmp_path / str(n), change=counted(n)) for n in (2, 1))
+    for leg in (a, b):
+        path = tensors_path(leg, 2, 0, "optimizer")
+        save_file({n: t for n, t in load_file(path).items() if n != "step"}, path)
+    found = compare_ledgers(a, b)
+    assert found.verdict is Verdict.DIVERGED
+    assert found.first is not None
+    assert found.first.place == "step 2 update 0 optimizer step"
+    assert "only its digest is kept" in found.first.detail
