@@ -30,13 +30,15 @@ FLIP_PROBES = (
     "rewards",
     "advantages",
     "train_logprobs",
+    "loss",
     "grads",
+    "grad_norm",
     "optimizer",
     "weights",
     "sent",
     "received",
 )
-"""Probes whose live value can be flipped; the others follow from these or are inputs."""
+"""Probes whose live value can be flipped: all but `prompts`, which are an input."""
 
 _FLIP_KEYS = ("step", "probe", "tensor", "name", "element", "bit")
 

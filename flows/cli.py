@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,10 +20,13 @@ from flows.baseline_commands import baseline
 from flows.sync_command import sync
 from model_specs.errors import CancelledError, LockstepError, SpecError
 
+DISTRIBUTION = "lockstep-rl"
+
 app = App(
     name="lockstep",
     help="RL post-training that runs again bit for bit, with the proof attached.",
     version_flags=["--version"],
+    version=lambda: metadata.version(DISTRIBUTION),
     # `main` says that the run was cancelled, and how to go on.
     suppress_keyboard_interrupt=False,
 )
@@ -220,11 +224,15 @@ def fork(
     run_id
         Name of the new run folder.
     """
-    parse_run_at_step(run)
+    name, step = parse_run_at_step(run)
     prepare_process(json)
+    from engines import runs
     from flows import run_request
     from flows.fork import fork as fork_flow
+    from flows.fork import forked
 
+    # A mistake is refused at once, before a server is started.
+    forked(runs.open_run(name, runs_dir), step, set_, leg=leg)
     changes = run_request.as_overrides(set_)
     wanted = run_request.asked(run_request.ForkRequest, run=run, overrides=changes, leg=leg)
     place: dict[str, Any] = {"runs_dir": str(runs_dir), "run_id": run_id, "return_state": True}
@@ -251,11 +259,13 @@ def export(
     leg
         Leg of the run.
     """
-    parse_run_at_step(run)
+    name, step = parse_run_at_step(run)
     prepare_process(json)
+    from engines import runs
     from flows import console, run_request
     from flows.export import export as export_flow
 
+    runs.checkpoint_at(runs.open_run(name, runs_dir) / leg, step)
     target = None if out is None else str(out)
     wanted = run_request.asked(run_request.ExportRequest, run=run, leg=leg, out=target)
     state = export_flow(wanted, runs_dir=str(runs_dir), return_state=True)
@@ -285,10 +295,13 @@ def verify(
         Leg of the run.
     """
     prepare_process(json)
+    from engines import runs
     from flows import run_request
     from flows.verify import verify as verify_flow
     from flows.verify_lock import verify_lock
 
+    if not run.endswith(".json"):
+        runs.open_run(run, runs_dir)
     if segment is None:
         lock = run_request.asked(run_request.VerifyLockRequest, lock=run, leg=leg)
         return finish(lambda: verify_lock(lock, runs_dir=str(runs_dir), return_state=True), json)
@@ -365,14 +378,15 @@ def compare(
     run_id
         Name of the comparison's folder.
     """
-    from flows.run_request import CompareRequest, as_overrides
+    from flows.run_request import CompareRequest, as_overrides, asked
 
-    try:
-        request = CompareRequest(
-            runs=runs, tags=as_overrides(tag), experiment=experiment, across=with_commas(across)
-        )
-    except ValueError as error:
-        raise SpecError(f"compare: {error}") from error
+    request = asked(
+        CompareRequest,
+        runs=runs,
+        tags=as_overrides(tag),
+        experiment=experiment,
+        across=with_commas(across),
+    )
     prepare_process(json)
     from flows.compare import compare as compare_flow
 

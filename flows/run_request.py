@@ -310,10 +310,11 @@ def asked(kind: type[R], **values: Any) -> R:
     try:
         return kind(**values)
     except ValidationError as error:
-        rows = [
-            f"{'.'.join(map(str, row['loc'])) or 'request'}={row['input']!r}: {row['msg']}"
-            for row in error.errors()
-        ]
+        rows = []
+        for row in error.errors():
+            said = row["msg"].removeprefix("Value error, ")
+            field = ".".join(map(str, row["loc"]))
+            rows.append(f"{field}={row['input']!r}: {said}" if field else said)
         raise SpecError("; ".join(rows)) from error
 
 

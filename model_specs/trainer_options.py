@@ -62,6 +62,7 @@ class TrainerOptions(Frozen):
     quantised_checkpoint: bool = False
     """Start from, or write, weights below 16 bits."""
     weight_sync: Literal["full", "disk", "delta"] = "full"
-    """How weights reach the rollout engines; `full`: all tensors through the object store."""
+    """How weights reach the rollout engines; `full`: all tensors, bucket by bucket, by
+    `execution.transport`."""
     async_save: bool = False
     """Go on training while a checkpoint is being written."""

@@ -28,7 +28,7 @@ from engines.provenance.diff import Comparison, compare_ledgers
 from engines.provenance.ledger import LEDGER_FILE
 from engines.provenance.lock import LOCK_FILE
 from engines.provenance.lock_diff import LockComparison, compare_locks
-from model_specs.errors import LockstepError, SpecError
+from model_specs.errors import ArtifactError, SpecError
 from tasks.tracking_store import default_tracking_uri, prepare_environment, without_password
 
 MLFLOW_PREFIX = "mlflow:"
@@ -128,6 +128,11 @@ def _mlflow_side(name: str, runs_dir: Path, downloads: Path) -> Side:
     from sqlalchemy.exc import SQLAlchemyError
 
     uri = default_tracking_uri(runs_dir / "any run")
+    database = Path(uri.removeprefix("sqlite:///"))
+    if uri.startswith("sqlite:///") and not database.is_file():  # MLflow would make one
+        raise ArtifactError(
+            f"{name}: there is no MLflow database {database}; set MLFLOW_TRACKING_URI or --runs-dir"
+        )
     run_id = name.removeprefix(MLFLOW_PREFIX)
     try:
         client = MlflowClient(tracking_uri=uri)
@@ -146,7 +151,7 @@ def _mlflow_side(name: str, runs_dir: Path, downloads: Path) -> Side:
             if artifact in present:
                 client.download_artifacts(child.info.run_id, artifact, str(folder))
     except (MlflowException, SQLAlchemyError, OSError, KeyError) as error:
-        raise LockstepError(
+        raise ArtifactError(
             f"{name}: MLflow at {without_password(uri)} has no leg of that id with its ledger: "
             f"{error}. Check MLFLOW_TRACKING_URI, --runs-dir and the id"
         ) from error

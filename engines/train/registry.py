@@ -280,7 +280,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         name="disk weight sync",
         kind="feature",
         asked=_weight_sync("disk"),
-        reason="weights go through the object store, where what is received can be digested",
+        reason="weights are pushed from process to process, where what is received is digested",
         remedy="set trainer_options.weight_sync=full",
     ),
     Capability(

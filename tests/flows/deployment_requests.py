@@ -22,7 +22,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nightly/tiny-cpu", {**TINY, "overrides": {"plan.num_steps": 0}}, "plan.num_steps"),
     ("nightly/tiny-cpu", {**TINY, "overrides": {"optimizer.lr": "fast"}}, "optimizer.lr"),
     ("nightly/tiny-cpu", {**TINY, "overrides": {"optimizer.rate": 1.0}}, "optimizer.rate"),
-    ("nightly/tiny-cpu", {**TINY, "inject_flip": {"step": 1, "probe": "loss"}}, "probe"),
+    ("nightly/tiny-cpu", {**TINY, "inject_flip": {"step": 1, "probe": "prompts"}}, "probe"),
     ("nightly/tiny-cpu", {**TINY, "resume": "run@4"}, "resume"),
     ("nightly/tiny-cpu", {**TINY, "vary": ["weather"]}, "request.vary"),
     ("train/tiny-cpu", {"resume": "run@four"}, "request.resume"),

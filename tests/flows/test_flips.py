@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.contracts import PROBES, Flip
+from engines.contracts import Flip
+from engines.faults import FLIP_PROBES
 from engines.provenance.diff import compare_ledgers
 from engines.provenance.ledger import read_ledger, verify_ledger
 from engines.provenance.verdict import Verdict
@@ -14,7 +15,6 @@ from tests.flows.conftest import Runner
 
 pytestmark = pytest.mark.slow
 
-FLIPPABLE = [probe for probe in PROBES if probe != "prompts"]
 HIGH_BIT = {"weights": 22, "optimizer": 22, "grads": 22}
 
 
@@ -25,7 +25,7 @@ def test_two_legs_without_a_flip_are_identical(runner: Runner, reference: Path) 
     assert again.compared.tensors > 300
 
 
-@pytest.mark.parametrize("probe", FLIPPABLE)
+@pytest.mark.parametrize("probe", FLIP_PROBES)
 def test_a_flip_is_located_at_its_probe(runner: Runner, reference: Path, probe: str) -> None:
     flip = Flip(step=2, probe=probe, element=0, bit=0)
     found = compare_ledgers(reference, runner.run(steps=2, flip=flip))
