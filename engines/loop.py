@@ -434,7 +434,7 @@ def _table(
             "used": sample.request_id in advantages,
             "length": len(sample.token_ids),
             "finish_reason": sample.finish_reason,
-            "worst_logprob_diff": gate.worst_by_request.get(sample.request_id, math.nan),
+            "worst_logprob_diff": gate.worst_by_request.get(sample.request_id),
         }
         for sample, reward in zip(drawn.samples, drawn.rewards, strict=True)
     )

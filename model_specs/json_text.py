@@ -17,6 +17,7 @@ Usage::
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,4 +80,15 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise ArtifactError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ArtifactError(f"{file} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def jsonable(value: Any) -> Any:
+    """Replace floats that JSON does not have by their names, and tuples by lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
     return value

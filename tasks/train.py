@@ -25,6 +25,7 @@ from engines.provenance.side_files import drop_old_tensors
 from engines.rollout_dump import write_dump
 from model_specs.errors import CheckpointError
 from model_specs.fingerprint import plan_fingerprint, trajectory_fingerprint
+from model_specs.json_text import jsonable
 from tasks.evaluate import evaluate_before, evaluate_due, prepare_evals
 from tasks.progress import show_progress
 from tasks.session import LegSession, session
@@ -273,10 +274,10 @@ def progress_line(opened: LegSession, outcome: StepOutcome, line: LedgerLine) ->
 
 
 def append_lines(path: Path, rows: Any) -> None:
-    """Append JSON lines."""
+    """Append JSON lines; a NaN or an infinity, which JSON does not have, becomes its name."""
     with path.open("a", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row, sort_keys=True) + "\n")
+            file.write(json.dumps(jsonable(row), sort_keys=True, allow_nan=False) + "\n")
 
 
 def segment_result(

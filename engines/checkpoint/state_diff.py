@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from engines.checkpoint.dcp import META_FILE, CheckpointMeta, read_meta
-from engines.provenance.descent import Divergence, jsonable, natural_order
+from engines.provenance.descent import Divergence, natural_order
 from engines.provenance.element_diff import Elements, diff_elements
 from engines.provenance.verdict import Verdict
 from model_specs.errors import CheckpointError
+from model_specs.json_text import jsonable
 
 TIME_LIMIT_S = 3600
 _PROBES = {"model": "weights", "optimizer": "optimizer", "progress": "progress"}

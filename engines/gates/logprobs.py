@@ -25,6 +25,7 @@ import numpy.typing as npt
 from engines.contracts import Sample
 from engines.provenance.evidence_time import evidence
 from engines.provenance.verdict import Verdict
+from model_specs.json_text import jsonable
 
 GATE = "gate:"
 """Begins the violations of this gate in a ledger; any other is of weights that did not arrive."""
@@ -106,7 +107,7 @@ class StepGate:
         """Return the figures as JSON values; floats that JSON lacks as `nan`, `inf`, `-inf`."""
         values = asdict(self) | {"exact_fraction": self.exact_fraction, "aligned": self.aligned}
         del values["worst_by_request"]
-        return {name: _jsonable(value) for name, value in values.items()}
+        return {name: jsonable(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +143,7 @@ class GateResult:
             "exact_fraction": self.exact_fraction,
             "steps": [step.to_dict() for step in self.steps],
         }
-        return {name: _jsonable(value) for name, value in values.items()}
+        return {name: jsonable(value) for name, value in values.items()}
 
 
 @evidence
@@ -321,14 +322,3 @@ def largest(values: Sequence[float]) -> float:
     if any(math.isnan(value) for value in values):
         return math.nan
     return max(values, default=0.0)
-
-
-def _jsonable(value: Any) -> Any:
-    """Replace floats that JSON does not have by their names."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    return value

@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from engines.provenance.element_diff import (
     ElementDifference,
@@ -241,14 +240,3 @@ def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
         for part in re.split(r"([0-9]+)", name)
         if part
     )
-
-
-def jsonable(value: Any) -> Any:
-    """Replace floats that JSON does not have by their names, and tuples by lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(item) for item in value]
-    return value

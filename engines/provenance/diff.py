@@ -20,11 +20,11 @@ from typing import Any
 
 from engines.contracts import PROBES
 from engines.provenance.completion_diff import CompletionDifference, first_differing_completion
-from engines.provenance.descent import Divergence, descend, jsonable, without_element
+from engines.provenance.descent import Divergence, descend, without_element
 from engines.provenance.ledger import Ledger, LedgerLine, read_ledger, verify_ledger
 from engines.provenance.verdict import Verdict
 from model_specs.errors import ArtifactError, SpecError
-from model_specs.json_text import read_json
+from model_specs.json_text import jsonable, read_json
 from model_specs.recorded_spec import Part, recorded, recorded_differences, recorded_fields
 from model_specs.run_spec import RunSpec
 

@@ -411,6 +411,12 @@ def verify_ledger(folder: str | Path) -> Ledger:
                     f"{where}: root of {probe} is recorded as {line.roots.get(probe)}, its side "
                     f"file gives {roots.get(probe)}"
                 )
+        counts = {probe: len(digests[probe]) for probe in roots}
+        if dict(line.counts) != counts:
+            raise ArtifactError(
+                f"{where}: the names under each root are recorded as {dict(line.counts)}, its side "
+                f"file has {counts}"
+            )
         _verify_values(where, digests, read_values(folder, line.step, line.update))
         chain = extend_chain(chain, roots)
         if chain != line.chain:

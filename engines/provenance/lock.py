@@ -1,17 +1,17 @@
 """The lock of a leg: one row a stage, with what went in, what came out, and under which identity.
 
     append_row(folder, LockRow(stage="convert", version=1, inputs={"model": d0}, ...))
-    verify_outputs(folder, recompute=lambda row, name: digest_of_artifact(row.stage, name))
+    compare_outputs(read_lock(folder), made_again)
 
-Invariants: rows are in the order in which stages ended and are never rewritten; verification
-recomputes digests from the artifacts and never trusts recorded ones; what is under `ambient`
+Invariants: rows are in the order in which stages ended and are never rewritten; what a stage made
+is compared with what it makes when it is run again (`lockstep verify`); what is under `ambient`
 (times, places) is recorded and never compared.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,30 +122,3 @@ def compare_outputs(locked: Sequence[LockRow], again: Sequence[LockRow]) -> tupl
         for name, row in final_rows(locked).items()
         for output, digest in sorted(row.outputs.items())
     )
-
-
-def verify_outputs(
-    folder: str | Path, *, recompute: Callable[[LockRow, str], str]
-) -> tuple[LockRow, ...]:
-    """Recompute the digest of every output and compare.
-
-    Args:
-        folder: The leg's folder.
-        recompute: Row and output name -> digest, from the artifact itself.
-
-    Raises:
-        ArtifactError: naming every output that is not what the lock says, with both digests.
-    """
-    rows = read_lock(folder)
-    wrong = [
-        f"{row.stage} {name}: locked {recorded}, found {found}"
-        for row in rows
-        for name, recorded in row.outputs.items()
-        if (found := recompute(row, name)) != recorded
-    ]
-    if wrong:
-        raise ArtifactError(
-            f"{Path(folder) / LOCK_FILE}: {len(wrong)} outputs are not what the lock says: "
-            f"{'; '.join(wrong)}; run the stage again"
-        )
-    return rows

@@ -8,8 +8,13 @@ The *old* log-probs are the trainer's own score at the sampling weights. In alig
 rollout's log-probs never enter: there is no mismatch to correct, and what differs is a bug that the
 gate must show. Under the stock numerics they may, as the behaviour policy of `loss.tis_clip`.
 
-    totals = UpdateTotals.of(samples) terms = token_terms(logprobs, entropy, old=old,
-    advantages=advantages, reference=None, loss=loss) loss = slot_loss(terms, weights)
+Usage::
+
+    totals = UpdateTotals.of(samples)
+    terms = token_terms(
+        logprobs, entropy, old=old, advantages=advantages, reference=None, loss=spec.loss
+    )
+    slot_loss(terms, torch.tensor([totals.weight(sample, spec.loss)])).backward()
 """
 
 from __future__ import annotations

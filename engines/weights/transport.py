@@ -105,6 +105,7 @@ class SharedSender(Sender):
             EngineError: The allocator gave memory that no other process can map.
         """
         super().begin(layout)
+        self._unlink()  # of a push that broke off
         if not self._engines:
             return {}
         size = buffer_bytes(layout)
@@ -121,6 +122,7 @@ class SharedSender(Sender):
         """Overwrite the buffer with a bucket, and wait until that is done."""
         if self._buffer is None:
             return
+        self._unlink()  # every engine maps it by now; whatever ends this process leaves no file
         fill(self._buffer, self._layout[index], tensors)
         _synchronize(self._device)
 
@@ -128,11 +130,15 @@ class SharedSender(Sender):
         """Free the buffer; it is gone once no receiver maps it."""
         super().end()
         self._buffer = None
-        if self._path is not None:
-            self._path.unlink()
-            self._path = None
+        self._unlink()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
+
+    def _unlink(self) -> None:
+        """Take the name of the CPU's buffer away; who maps it keeps it."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self._path = None
 
 
 class SharedReceiver(Receiver):

@@ -106,6 +106,20 @@ def test_nothing_of_a_push_stays_behind(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.glob("lockstep-push-*"))
 
 
+def test_a_push_that_breaks_off_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_shared_folder", lambda: str(tmp_path))
+    sender, (receiver,) = ends("cuda_ipc", tmp_path)
+    sender.begin(LAYOUT)  # and nobody took it
+    receiver.begin(LAYOUT, sender.begin(LAYOUT)[0])
+    assert len(list(tmp_path.glob("lockstep-push-*"))) == 1
+    sender.put(0, batch(LAYOUT[0]))
+    assert not list(tmp_path.glob("lockstep-push-*"))
+    found = dict(receiver.take(0, None))
+    assert all(torch.equal(bits(found[meta.name]), bits(TENSORS[meta.name])) for meta in LAYOUT[0])
+
+
 def test_a_bucket_that_was_not_taken_is_not_overwritten() -> None:
     transport.require_taken(0, [], engines=2)
     transport.require_taken(2, [1, 1], engines=2)

@@ -109,7 +109,7 @@ def test_a_full_and_a_short_flip_are_read() -> None:
         ("step=3", "probe=... is missing"),
         ("probe=grads", "step=... is missing"),
         ("step=3,probe=gradients", "'gradients' is unknown; one of tokens, .*grads.*received"),
-        ("step=3,probe=loss", "'loss' cannot be flipped; one of tokens"),
+        ("step=3,probe=prompts", "'prompts' cannot be flipped; one of tokens"),
         ("step=x,probe=grads", "step='x' is not a whole number"),
         ("step=0,probe=grads", "step=0 is below 1"),
         ("step=1,probe=grads,bit=-1", "bit=-1 is below 0"),
