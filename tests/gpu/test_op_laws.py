@@ -359,3 +359,50 @@ def test_tiles_decide_no_bit():
             assert torch.equal(matmul(gradient, weight, transposed=False, tile=tile), back), tile
         exact = x.double() @ weight.double().t()
         assert (whole.double() - exact).norm() / exact.norm() < 3e-3
+
+
+def elsewhere(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` as columns of a wider tensor that begin at no multiple of 16 bytes."""
+    wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype, device=x.device)
+    place = wide[..., 3:-5]
+    place.copy_(x)
+    assert place.data_ptr() % 16
+    return place
+
+
+@pytest.mark.parametrize("op", ["products", "attention", "experts"])
+def test_where_an_operand_lies_in_memory_cannot_be_seen(op):
+    from engines import numerics
+
+    heads, key_heads, width = HEADS["qwen"]
+    if op == "products":
+        values = [random(300, 896), random(1152, 896, seed=1, scale=0.02)]
+
+        def run(x, weight):
+            return numerics.linear(x, weight)
+
+    elif op == "attention":
+        values = [random(300, count, width, seed=count) for count in (heads, key_heads)]
+        values.append(random(300, key_heads, width, seed=9))
+
+        def run(q, k, v):
+            return numerics.causal_attention(
+                q, k, v, starts=(0, 200), lengths=(200, 100), scale=width**-0.5
+            )
+
+    else:
+        experts = torch.arange(600, device="cuda").view(300, 2) % 4
+        weights = torch.rand(300, 2, device="cuda")
+        shapes = [(96, 256)] * 8 + [(256, 96)] * 4
+        values = [random(300, 256), *(random(*shape, seed=2 + i) for i, shape in enumerate(shapes))]
+
+        def run(hidden, *flat):
+            return numerics.expert_mlp(hidden, experts, weights, flat[:4], flat[4:8], flat[8:])
+
+    found = []
+    for place in (torch.clone, elsewhere):
+        leaves = [place(value).detach().requires_grad_() for value in values]
+        out = run(*leaves)
+        upstream = place(random(*out.shape, seed=77))
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, upstream)])
+    assert all(map(torch.equal, *found))
