@@ -29,6 +29,9 @@ TEST_WORKERS ?= 2
 # Groups of tests are begun in the order of tests/conftest.py, the longest first.
 IN_GROUPS := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 
+ifneq ($(words $(VENV)),1)
+$(error VENV=$(VENV): a path without spaces is needed)
+endif
 BIN := $(VENV)/bin
 # The stamp's name carries what VLLM_CPU asked for, so that another build is another set-up.
 CPU_STAMP := $(VENV)/.setup-$(shell printf '%s' '$(VLLM_CPU)' | cksum | cut -d' ' -f1)

@@ -79,7 +79,7 @@ def _value(reference: Any, what: str) -> Any:
         if isinstance(error.cause, LockstepError):
             raise error.cause from error
         raise EngineError(f"{what}: the engine raised {error}") from error
-    except ray.exceptions.RayActorError as error:
+    except ray.exceptions.RayError as error:  # dead, out of memory, or never started
         raise EngineError(f"{what}: the engine process was lost: {error}") from error
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from engines.contracts import Prompt, PromptSet, Sample, SampleRequest
 from engines.provenance.digest import digest_json
-from engines.rewards import metadata_of, score_samples
+from engines.rewards import as_float32, metadata_of, score_samples
 from engines.seeds import derive_seed
 from model_specs.run_spec import EvalSet, RewardSpec
 
@@ -73,7 +73,7 @@ def judge_eval(
     ordered = sorted(samples, key=lambda sample: sample.request_id)
     labels = {prompt.prompt_id: prompt.label for prompt in prompts}
     rewards = score_samples(ordered, labels, reward, metadata=metadata_of(prompts))
-    threshold = reward.high if chosen.correct_at is None else chosen.correct_at
+    threshold = as_float32(reward.high if chosen.correct_at is None else chosen.correct_at)
     lengths = [len(sample.token_ids) for sample in ordered]
     num = len(ordered)
     figures = {

@@ -26,6 +26,8 @@ from typing import Any
 
 import psutil
 
+from model_specs.errors import EngineError
+
 MARK = "LOCKSTEP_RUN_MARK"
 GRACE_S = 3.0
 TERMINATE_S = 5.0
@@ -65,7 +67,13 @@ def own_token() -> str | None:
 def look() -> None:
     """Let the watcher take note of all processes that run now; call it when some were started."""
     if _OWNED:
-        os.write(_OWNED[1], b".")
+        try:
+            os.write(_OWNED[1], b".")
+        except BrokenPipeError as error:
+            raise EngineError(
+                "the process that watches over this run has itself ended (was it killed?), so that "
+                "engines could be left behind; start the run again"
+            ) from error
 
 
 def marked_processes(token: str) -> list[psutil.Process]:

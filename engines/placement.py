@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engines.cluster import gather
 from model_specs.errors import EngineError
 from model_specs.run_spec import RunSpec
 
@@ -83,7 +84,11 @@ def cluster_gpus() -> list[Gpu]:
         found = (
             node_gpus()
             if node["NodeID"] == here
-            else ray.get(remote.options(scheduling_strategy=there).remote(), timeout=120)
+            else gather(
+                [remote.options(scheduling_strategy=there).remote()],
+                what=f"GPUs of node {node['NodeManagerAddress']}",
+                timeout_s=120,
+            )[0]
         )
         gpus += [
             Gpu(

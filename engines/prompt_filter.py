@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from engines.contracts import Prompt, PromptSet, Sample, SampleRequest
 from engines.provenance.digest import digest_json
+from engines.rewards import as_float32
 from engines.seeds import derive_seed
 from model_specs.errors import DivergedError, SpecError
 from model_specs.run_spec import FilterSpec, RunSpec
@@ -68,12 +69,12 @@ def pass_rates(
         rewards: Of all samples, prompt by prompt, as `filter_requests` asks for them.
         spec: Gives the number of samples a prompt and the threshold.
     """
-    size = spec.samples_per_prompt
+    size, threshold = spec.samples_per_prompt, as_float32(spec.threshold)
     groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]
     return tuple(
         PassRate(
             prompt_id=prompt.prompt_id,
-            num_passed=sum(reward >= spec.threshold for reward in group),
+            num_passed=sum(reward >= threshold for reward in group),
             num_samples=len(group),
             mean_reward=sum(group) / len(group),
         )

@@ -21,6 +21,8 @@ from model_specs.errors import LockstepError
 from tasks import compare, tracking
 from tasks.report import publish
 
+logger = logging.getLogger(__name__)
+
 
 class RedVerdictError(LockstepError):
     """A flow has ended, and its verdict is not green.
@@ -63,7 +65,10 @@ def conclude(
     tracked = tracking.sync_quietly(run.folder)
     command = tracked.ui_command if tracked else None
     outcome = compare.conclude(run, legs, comparison, mlflow_command=command, more=more)
-    publish(run.folder, outcome, found=found, mlflow_page=tracked.page if tracked else None)
+    try:
+        publish(run.folder, outcome, found=found, mlflow_page=tracked.page if tracked else None)
+    except Exception:  # the verdict is written, and stands without its pages
+        logger.exception("the pages of %s could not be made", run.folder)
     tracking.sync_quietly(run.folder)
     return final_state(outcome.verdict, headline=outcome.headline, details=outcome.details)
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.environment import code_digest
+from tasks.tracking_store import without_password
 
 Level = Literal["ok", "note", "wrong"]
 
@@ -171,7 +172,8 @@ def _variables() -> Iterable[Finding]:
                 remedy=f"unset it: {reason}",
             )
     for name in ("RAY_ADDRESS", "PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
-        yield Finding(level="ok", subject=name, fact=os.environ.get(name, "not set: local"))
+        found = without_password(os.environ.get(name, "not set: local"))
+        yield Finding(level="ok", subject=name, fact=found)
 
 
 def _room() -> Iterable[Finding]:

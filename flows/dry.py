@@ -28,12 +28,14 @@ def check(recipe: str, overrides: tuple[str, ...], inject_flip: str | None) -> R
     check_supported(spec)
     _check_data(spec)
     if inject_flip is not None:
-        flip = parse_flip(inject_flip)
-        if not 1 <= flip.step <= spec.plan.num_steps:
-            raise SpecError(
-                f"--inject-flip step={flip.step}: the run has steps 1 to {spec.plan.num_steps}"
-            )
+        check_flip(spec, parse_flip(inject_flip).step)
     return spec
+
+
+def check_flip(spec: RunSpec, step: int) -> None:
+    """Refuse a flip in a step that the run does not have: it would be found by nobody."""
+    if not 1 <= step <= spec.plan.num_steps:
+        raise SpecError(f"--inject-flip step={step}: the run has steps 1 to {spec.plan.num_steps}")
 
 
 def _check_data(spec: RunSpec) -> None:

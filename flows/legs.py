@@ -113,6 +113,12 @@ def forget_result(folder: Path, leg: str) -> None:
     (folder / leg / RESULT).unlink(missing_ok=True)
 
 
+def forget_verdict(folder: Path) -> None:
+    """Drop what a run ended with: what is cut off from here on leaves none that was true before."""
+    for name in ("verdict.json", "report.html", "report.md"):
+        (folder / name).unlink(missing_ok=True)
+
+
 def _failed(leg: str, error: LockstepError, *, last_step: int) -> LegResult:
     logger.error("%s %s", leg, error)
     verdict = next(v for kind, v in _VERDICTS.items() if isinstance(error, kind))

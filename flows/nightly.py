@@ -15,6 +15,7 @@ from engines import runs
 from engines.checkpoint.retention import disk_need, require_disk
 from engines.plan import with_middle_checkpoint
 from flows.conclusion import conclude
+from flows.dry import check_flip
 from flows.leg import LegRequest, run_elsewhere
 from flows.legs import run_leg
 from flows.run_request import NightlyRequest, run_name
@@ -62,6 +63,8 @@ def nightly(request: NightlyRequest, runs_dir: str = "runs", run_id: str | None 
 def night_spec(request: NightlyRequest) -> tuple[RunSpec, int]:
     """Return the spec with a checkpoint in the middle that is still there at the end, and where."""
     spec = apply_overrides(load_recipe(request.source), request.assignments)
+    if request.inject_flip is not None:
+        check_flip(spec, request.inject_flip.step)
     plan, middle = with_middle_checkpoint(spec.plan)
     return spec.model_copy(update={"plan": plan}), middle
 

@@ -17,7 +17,7 @@ from engines.checkpoint.retention import disk_need, require_disk
 from engines.provenance.diff import Comparison
 from flows.conclusion import conclude
 from flows.fork import branch_off
-from flows.legs import recorded_result, run_leg
+from flows.legs import forget_verdict, recorded_result, run_leg
 from flows.run_request import ResumeRequest, TrainRequest, run_at_step, run_name
 from model_specs.errors import SpecError
 from model_specs.fingerprint import spec_differences
@@ -73,6 +73,7 @@ def go_on(
     """
     folder, spec, start = resumption(run, step, overrides, leg=leg, runs_dir=runs_dir)
     opened = runs.reopen(folder)
+    forget_verdict(folder)
     runs.write_spec(folder, spec)
     result = run_leg(spec, opened, leg, resume_step=start)
     ended, unended = [], []

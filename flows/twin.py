@@ -15,6 +15,7 @@ from engines.checkpoint.retention import disk_need, require_disk
 from engines.faults import parse_flip
 from engines.seeds import derive_seed
 from flows.conclusion import conclude
+from flows.dry import check_flip
 from flows.legs import run_leg
 from flows.run_request import TwinRequest, run_name
 from model_specs.overrides import apply_overrides
@@ -34,6 +35,8 @@ def twin(request: TwinRequest, runs_dir: str = "runs", run_id: str | None = None
     """
     spec = apply_overrides(load_recipe(request.source), request.assignments)
     flip = parse_flip(request.inject_flip.as_text()) if request.inject_flip else None
+    if flip is not None:
+        check_flip(spec, flip.step)
     require_disk(disk_need(spec, start_step=0, num_legs=2), runs_dir)
     run = runs.new_run(spec, Path(runs_dir), run_id=run_id)
     leg_a = run_leg(spec, run, "a")

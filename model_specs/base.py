@@ -7,7 +7,9 @@ fingerprint, so it is refused when the class is made.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar, get_args
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 
@@ -26,11 +28,27 @@ def _contains_marker(annotation: Any) -> bool:
     return any(_contains_marker(argument) for argument in get_args(annotation))
 
 
+def groups_in(annotation: Any, *, of_tuples: bool = False) -> Iterator[type[Frozen]]:
+    """Yield the spec classes that a field may be, through unions and their tags.
+
+    With `of_tuples` also those that it may hold several of, which have no dotted name.
+    """
+    if isinstance(annotation, type) and issubclass(annotation, Frozen):
+        yield annotation
+    elif of_tuples or get_origin(annotation) in (Annotated, Union, UnionType):
+        for argument in get_args(annotation):
+            yield from groups_in(argument, of_tuples=of_tuples)
+
+
 class Frozen(BaseModel):
     """A frozen pydantic model that refuses unknown fields and nested `Execution` markers."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,  # JSON has neither, and every process reads its spec from JSON
     )
 
     @classmethod

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin
 
-from model_specs.base import Frozen
+from model_specs.base import Frozen, groups_in
 from model_specs.run_spec import RunSpec
 
 Part = Literal["trajectory", "plan", "execution"]
@@ -77,7 +77,7 @@ def _walk(model: type[Frozen], prefix: str, part: Part) -> Iterator[SettableFiel
     schema = model.model_json_schema()
     execution = model.execution_fields()
     for name, info in model.model_fields.items():
-        groups = list(_groups(info.annotation))
+        groups = list(groups_in(info.annotation))
         inner_part: Part = part
         if name in execution:
             inner_part = "execution"
@@ -104,7 +104,7 @@ def _takes_plain_value(annotation: Any) -> bool:
     members = get_args(annotation)
     if get_origin(annotation) not in (Union, types.UnionType):
         return False
-    return any(member is not type(None) and not list(_groups(member)) for member in members)
+    return any(member is not type(None) and not list(groups_in(member)) for member in members)
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
@@ -122,12 +122,3 @@ def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
         for key, value in schema.items()
         if key not in _NOT_SHOWN
     }
-
-
-def _groups(annotation: Any) -> Iterator[type[Frozen]]:
-    """Yield the spec classes that a field may hold, looking through unions."""
-    if isinstance(annotation, type) and issubclass(annotation, Frozen):
-        yield annotation
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for argument in get_args(annotation):
-            yield from _groups(argument)

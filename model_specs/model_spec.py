@@ -48,6 +48,17 @@ class ModelSpec(Frozen):
         return 0
 
     @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} does not divide "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; the rope turns pairs")
+        return self
+
+    @model_validator(mode="after")
     def _experts_fit_the_family(self) -> Self:
         if (self.family in MOE_FAMILIES) != (self.num_experts > 0):
             raise ValueError(

@@ -27,12 +27,12 @@ from __future__ import annotations
 import difflib
 import json
 import types
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Union, get_args, get_origin
+from collections.abc import Sequence
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from model_specs.base import Frozen
+from model_specs.base import Frozen, groups_in
 from model_specs.data_spec import names_rows
 from model_specs.errors import SpecError
 from model_specs.lookup import looked_up, own_model
@@ -89,7 +89,10 @@ def _renamed(reward: dict[str, Any], name: Any) -> dict[str, Any]:
     """Return a reward that was named: its function is looked up again, here and now."""
     if name == reward["name"]:
         return {**reward, "source": None, "digest": None}
-    return {"name": name, **{field: reward[field] for field in ("timeout_s", "format_credit")}}
+    if str(name).rpartition("/")[2] == reward["name"]:  # a file, by where it lies
+        return {**reward, "name": name, "source": None, "digest": None}
+    kept = ("timeout_s", "format_credit") if name == "gsm8k" else ("timeout_s",)
+    return {"name": name, **{field: reward[field] for field in kept}}
 
 
 def _choose_policy(values: dict[str, Any], policy: str) -> None:
@@ -118,23 +121,12 @@ def _top_level() -> str:
     return ", ".join(RunSpec.model_fields)
 
 
-def _models(annotation: Any) -> Iterator[type[Frozen]]:
-    """Yield the spec classes in an annotation, looking through unions and their tags."""
-    if isinstance(annotation, type) and issubclass(annotation, Frozen):
-        yield annotation
-    elif get_origin(annotation) is Annotated:
-        yield from _models(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for argument in get_args(annotation):
-            yield from _models(argument)
-
-
 def _known_fields(model: type[Frozen], prefix: str = "") -> dict[str, Any]:
     """Return dotted name -> annotation of every field, groups included."""
     known: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         known[prefix + name] = field.annotation
-        for inner in _models(field.annotation):
+        for inner in groups_in(field.annotation):
             known.update(_known_fields(inner, f"{prefix}{name}."))
     return known
 
@@ -171,7 +163,7 @@ def _fields_of_kind(name: str, value: Any) -> Any:
         return value
     kinds = {
         kind: model.model_fields
-        for model in _models(RunSpec.model_fields[name].annotation)
+        for model in groups_in(RunSpec.model_fields[name].annotation)
         for kind in get_args(model.model_fields["kind"].annotation)
     }
     fields = kinds.get(value.get("kind"))

@@ -42,6 +42,11 @@ class EvalSampling(SamplingSpec):
                 f"samples_per_prompt={self.samples_per_prompt} at temperature 0 would draw the "
                 "same completion again and again; set it to 1, or a temperature above 0"
             )
+        if self.oversample != 1:
+            raise ValueError(
+                f"oversample={self.oversample} is for training, where groups are chosen; an "
+                "evaluation counts every prompt"
+            )
         return self
 
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from model_specs.base import Frozen
+from model_specs.base import Frozen, groups_in
 from model_specs.fingerprint import differing
 from model_specs.run_spec import RunSpec
 
@@ -80,13 +80,5 @@ def _marked(model: type[Frozen], prefix: str) -> Iterator[str]:
         if name in execution:
             yield f"{prefix}{name}"
         else:
-            for group in _groups(field.annotation):
+            for group in groups_in(field.annotation, of_tuples=True):
                 yield from _marked(group, f"{prefix}{name}.")
-
-
-def _groups(annotation: Any) -> Iterator[type[Frozen]]:
-    """Yield the spec classes in an annotation, through unions and tuples."""
-    if isinstance(annotation, type) and issubclass(annotation, Frozen):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _groups(argument)

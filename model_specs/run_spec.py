@@ -290,6 +290,14 @@ class RunSpec(Frozen):
                 f"execution.trainer_ranks={self.execution.trainer_ranks} does not divide "
                 f"reduction.slots={slots}"
             )
+        stock = self.reduction if isinstance(self.reduction, StockReduction) else None
+        if stock is not None and stock.world_size != self.execution.trainer_ranks:
+            raise SpecError(
+                f"reduction.world_size={stock.world_size} decides the bits of a stock reduction, "
+                f"but execution.trainer_ranks={self.execution.trainer_ranks}; set both alike"
+            )
+        self._check_schedule()
+        self._check_lengths()
         if self.numerics.rollout_attention != "shared" and self.plan.gates.preflight == "off":
             raise SpecError(
                 f"numerics.rollout_attention={self.numerics.rollout_attention} is an option that "
@@ -320,6 +328,29 @@ class RunSpec(Frozen):
                 f"loss.kl_coef={self.loss.kl_coef} needs loss.reference=true (a reference model)"
             )
         return self
+
+    def _check_schedule(self) -> None:
+        schedule, rate = self.schedule, self.optimizer.lr
+        if schedule.min_lr > rate:
+            raise SpecError(
+                f"schedule.min_lr={schedule.min_lr} is above optimizer.lr={rate}, so the rate "
+                "would rise where it decays"
+            )
+        if schedule.kind != "constant" and schedule.horizon_samples <= schedule.warmup_samples:
+            raise SpecError(
+                f"schedule.kind={schedule.kind} decays until horizon_samples="
+                f"{schedule.horizon_samples}, which is not after warmup_samples="
+                f"{schedule.warmup_samples}: the rate would be {schedule.min_lr} at once; set "
+                "schedule.horizon_samples"
+            )
+
+    def _check_lengths(self) -> None:
+        new_tokens, positions = self.sampling.max_new_tokens, self.model.max_position_embeddings
+        if new_tokens >= positions:
+            raise SpecError(
+                f"sampling.max_new_tokens={new_tokens} leaves no room for a prompt in the "
+                f"{positions} positions of the model"
+            )
 
     def _check_evals(self) -> None:
         for chosen in self.plan.evals:

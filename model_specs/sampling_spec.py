@@ -13,6 +13,10 @@ SHIPPED_REWARDS: Final = ("digits", "gsm8k", "math")
 """Names of the rewards in `engines.rewards`."""
 
 
+COLDEST: Final = 0.01
+"""vLLM's smallest temperature above 0."""
+
+
 class SamplingSpec(Frozen):
     """How completions are drawn."""
 
@@ -28,6 +32,17 @@ class SamplingSpec(Frozen):
     oversample: int = Field(default=1, ge=1)
     """Dynamic sampling: draw this many times `data.prompts_per_step` prompts a step, and train on
     the first groups, in data order, whose rewards are not all equal."""
+
+    @model_validator(mode="after")
+    def _can_be_drawn(self) -> SamplingSpec:
+        if 0 < self.temperature < COLDEST:
+            raise ValueError(
+                f"temperature={self.temperature}: vLLM draws at {COLDEST} where it is asked for "
+                "less; an evaluation may set 0, which takes the likeliest token"
+            )
+        if "" in self.stop:
+            raise ValueError("stop has an empty text, which every completion contains")
+        return self
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> SamplingSpec:
@@ -77,6 +92,13 @@ class RewardSpec(Frozen):
                 f"unknown reward {self.name!r}; known rewards: {', '.join(SHIPPED_REWARDS)}; own "
                 "code is named my_pkg.mod:function or FILE.py:function"
             )
+        if self.format_credit and self.name != "gsm8k":
+            raise ValueError(
+                f"format_credit={self.format_credit} is read by the reward gsm8k alone, not by "
+                f"{self.name}"
+            )
+        if self.options != "{}" and not self.is_own_code:
+            raise ValueError(f"options={self.options} is read by own code alone, not {self.name}")
         if not self.low < self.high:
             raise ValueError(f"reward.low={self.low} is not below reward.high={self.high}")
         return self

@@ -22,7 +22,7 @@ class TrainerOptions(Frozen):
 
     gradient_checkpointing: bool = False
     """Keep only each decoder layer's input and run its forward again in backward: same bits."""
-    max_tokens_per_rank: int | None = Field(default=None, ge=1)
+    max_tokens_per_rank: int | None = Field(default=None, ge=64)
     """Most rows (tokens and padding to 64) that a rank runs at once; None has no bound.
 
     A score is cut into as many forwards as it takes, and a slot into micro-batches in the order of

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engines.environment import device_class
@@ -27,7 +27,13 @@ from model_specs.recorded_spec import recorded, recorded_differences
 from model_specs.run_spec import RunSpec
 from tasks import tracking
 from tasks.run_folders import BASELINE_MARK, runs_on_disk
-from tasks.tracking_store import FoundRun, default_tracking_uri, find_runs, prepare_environment
+from tasks.tracking_store import (
+    FoundRun,
+    default_tracking_uri,
+    find_runs,
+    prepare_environment,
+    without_password,
+)
 
 BASELINE_TAG = "lockstep.baseline"
 """When it was set (UTC); on an explicit baseline alone."""
@@ -126,8 +132,17 @@ def _known_runs(
             ) from error
         return on_disk, False
     names = {_name(run) for run in stored}
-    found = [*stored, *(run for run in on_disk if _name(run) not in names)]
+    # A store that is newer than the run does not have what makes it an explicit baseline.
+    marks = {_name(run): run.tags for run in on_disk if BASELINE_TAG in run.tags}
+    marked = [
+        replace(run, tags={**run.tags, **_of_baseline(marks.get(_name(run), {}))}) for run in stored
+    ]
+    found = [*marked, *(run for run in on_disk if _name(run) not in names)]
     return sorted(found, key=lambda run: run.started_ms, reverse=True), True
+
+
+def _of_baseline(tags: Mapping[str, str]) -> dict[str, str]:
+    return {name: tags[name] for name in (BASELINE_TAG, REASON_TAG) if name in tags}
 
 
 def _whence(run: FoundRun, *, is_read: bool) -> str:
@@ -253,9 +268,10 @@ def _baseline(run: FoundRun, note: str, *, is_explicit: bool = False) -> Baselin
 def _own(folder: Path, spec: RunSpec) -> FoundRun:
     found = _runs(folder, spec, {"lockstep.kind": "run", "lockstep.run_id": folder.name})
     if not found:
+        uri = without_password(default_tracking_uri(folder))
         raise LockstepError(
-            f"MLflow at {default_tracking_uri(folder)} has no run {folder.name}: was the server "
-            "reached when it ran? Check MLFLOW_TRACKING_URI and try again"
+            f"MLflow at {uri} has no run {folder.name}: was the server reached when it ran? Check "
+            "MLFLOW_TRACKING_URI and try again"
         )
     return found[0]
 
@@ -298,7 +314,9 @@ def _change(
             if name in run.tags:
                 client.delete_tag(run.run_id, name)
     except (MlflowException, SQLAlchemyError, OSError) as error:
-        raise LockstepError(f"MLflow did not take the tags of {_name(run)}: {error}") from error
+        raise LockstepError(
+            f"MLflow did not take the tags of {_name(run)}: {without_password(str(error))}"
+        ) from error
     if BASELINE_TAG in drop:
         mark.unlink(missing_ok=True)
     elif put:

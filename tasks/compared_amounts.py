@@ -34,18 +34,27 @@ class Amounts:
     not here."""
 
 
-def compared_amounts(leg: Path, *, updates: int, first_probe: str | None = None) -> Amounts:
-    """Count over the first `updates` lines of a leg's ledger.
+def compared_amounts(
+    leg: Path, *, updates: int, first_probe: str | None = None, start_step: int = 0
+) -> Amounts:
+    """Count over the first `updates` lines of a leg's ledger that were compared.
 
     Args:
         leg: Folder of the leg.
         updates: Number of lines that are equal, line 0 included.
         first_probe: Where the next line parts; what it has before that counts as well.
+        start_step: Where the later of both ledgers begins; lines up to it were not compared.
 
     Raises:
         ArtifactError: The ledger or a side file is missing or damaged.
     """
-    lines = list(read_ledger(leg).lines[: updates + (first_probe in PROBES)])
+    ledger = read_ledger(leg)
+    compared = [
+        line
+        for line in ledger.lines
+        if line.step > start_step or start_step == ledger.header.start_step
+    ]
+    lines = compared[: updates + (first_probe in PROBES)]
     if first_probe in PROBES and len(lines) > updates:
         lines[-1] = _before(lines[-1], str(first_probe))
     tokens = sum(int(line.metrics.get("gate/num_tokens", 0)) for line in lines)

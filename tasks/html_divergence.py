@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from engines.contracts import PROBES
+from engines.provenance.diff import common_lines
 from engines.provenance.ledger import Ledger, LedgerLine
 from tasks.html_page import Raw, chip, commands, section
 
@@ -166,7 +167,7 @@ def strip(ledgers: Mapping[str, Ledger]) -> str:
 
 def strip_columns(a: Ledger, b: Ledger) -> list[list[Pair]]:
     """Return the updates of both legs, several in a column where there are many."""
-    pairs = list(zip_longest(a.lines, b.lines))
+    pairs = list(zip_longest(*common_lines(a, b)))
     per_column = max(1, -(-len(pairs) // STRIP_COLUMNS))
     return [pairs[index : index + per_column] for index in range(0, len(pairs), per_column)]
 

@@ -98,6 +98,7 @@ def _compared(found: Mapping[str, Path], comparison: Mapping[str, Any]) -> str:
         next(iter(found.values())),
         updates=compared["updates"],
         first_probe=(comparison.get("first") or {}).get("probe"),
+        start_step=int(comparison.get("start_step", 0)),
     )
     figures = [
         ("steps in common", str(comparison["common_steps"])),

@@ -7,6 +7,7 @@ Read from the run folders alone, so that it needs no server; newest first, one t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -17,8 +18,11 @@ from prefect.context import FlowRunContext
 
 from engines.provenance.fence import write_durably
 from engines.provenance.verdict import Verdict
+from model_specs.errors import ArtifactError
 from model_specs.json_text import read_json
 from tasks.html_page import Raw, chip, page, section, table, tone_of
+
+logger = logging.getLogger(__name__)
 
 MAX_NIGHTS = 30
 """Of each recipe."""
@@ -42,8 +46,14 @@ def publish_nights(runs_dir: Path) -> Path:
 
 def read_nights(runs_dir: Path) -> list[Night]:
     """Return the nights of the run folders, newest first, at most `MAX_NIGHTS` of each recipe."""
-    found = [read_json(path) for path in sorted(runs_dir.glob("*/verdict.json"))]
-    nights = [details for details in found if details.get("night")]
+    nights = []
+    for path in sorted(runs_dir.glob("*/verdict.json")):
+        try:
+            details = read_json(path)
+        except ArtifactError as error:
+            logger.warning("left out of the nights: %s", error)
+            continue
+        nights += [details] if details.get("night") else []
     nights.sort(key=lambda details: (details["night"]["ended_at"], details["run_id"]), reverse=True)
     kept: list[Night] = []
     for details in nights:

@@ -29,7 +29,12 @@ from engines.provenance.ledger import LEDGER_FILE
 from engines.provenance.lock import LOCK_FILE
 from engines.provenance.lock_diff import LockComparison, compare_locks
 from model_specs.errors import ArtifactError, SpecError
-from tasks.tracking_store import default_tracking_uri, prepare_environment, without_password
+from tasks.tracking_store import (
+    default_tracking_uri,
+    prepare_environment,
+    sqlite_file,
+    without_password,
+)
 
 MLFLOW_PREFIX = "mlflow:"
 _MLFLOW_ID = re.compile("[0-9a-f]{32}")
@@ -128,8 +133,8 @@ def _mlflow_side(name: str, runs_dir: Path, downloads: Path) -> Side:
     from sqlalchemy.exc import SQLAlchemyError
 
     uri = default_tracking_uri(runs_dir / "any run")
-    database = Path(uri.removeprefix("sqlite:///"))
-    if uri.startswith("sqlite:///") and not database.is_file():  # MLflow would make one
+    database = sqlite_file(uri)
+    if database is not None and not database.is_file():  # MLflow would make one
         raise ArtifactError(
             f"{name}: there is no MLflow database {database}; set MLFLOW_TRACKING_URI or --runs-dir"
         )
@@ -153,7 +158,7 @@ def _mlflow_side(name: str, runs_dir: Path, downloads: Path) -> Side:
     except (MlflowException, SQLAlchemyError, OSError, KeyError) as error:
         raise ArtifactError(
             f"{name}: MLflow at {without_password(uri)} has no leg of that id with its ledger: "
-            f"{error}. Check MLFLOW_TRACKING_URI, --runs-dir and the id"
+            f"{without_password(str(error))}. Check MLFLOW_TRACKING_URI, --runs-dir and the id"
         ) from error
     return Side(name=name, kind="leg", path=folder, label=label)
 

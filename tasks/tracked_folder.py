@@ -199,8 +199,11 @@ def verdict_tags(verdict: Mapping[str, Any]) -> dict[str, str]:
     }
     if "chain_digest" in verdict:
         tags["lockstep.chain_digest"] = _text(verdict["chain_digest"])
-    if night := verdict.get("night"):  # by these tonight finds the last green one
-        tags["lockstep.night"] = "true"
+    night = verdict.get("night")
+    # By these tonight finds the last green one. A night that was resumed is none any more: nothing
+    # of it was compared with the night before.
+    tags["lockstep.night"] = "true" if night else "false"
+    if night:
         tags["lockstep.device_class"] = str(night["device_class"])
         tags["lockstep.first_suspect"] = str(night["first_suspect"] or "none")
     return tags

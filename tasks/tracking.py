@@ -162,7 +162,8 @@ def sync(
     except (MlflowException, SQLAlchemyError, OSError) as error:
         problems.append(
             f"MLflow at {without_password(uri)} did not take everything of run {folder.run_id}: "
-            f"{error}. Nothing is lost: {folder.path} has it, and the next sync sends the rest"
+            f"{without_password(str(error))}. Nothing is lost: {folder.path} has it, and the next "
+            "sync sends the rest"
         )
     for problem in problems:
         logger.warning("%s", problem)
@@ -212,7 +213,7 @@ def sync_again(folders: Iterable[Path]) -> tuple[list[str], list[str]]:
             return sent, [*problems, f"{folder.name} and older ones: no time was left"]
         try:
             tracked = _sync_by_default(folder)
-        except ArtifactError as error:  # this folder's fault: the others are sent
+        except (ArtifactError, OSError, KeyError) as error:  # this folder's fault: others are sent
             logger.warning("%s was not sent to MLflow: %s", folder.name, error)
             problems.append(f"{folder.name}: {error}")
             continue

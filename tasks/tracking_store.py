@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import urlsplit
 
 from model_specs.errors import LockstepError
 
@@ -77,9 +77,10 @@ def find_runs(
         runs = [run for one in found for run in search(client, one.experiment_id, tags)]
         runs.sort(key=lambda run: run.info.start_time)
     except (MlflowException, SQLAlchemyError, OSError) as error:
+        where = without_password(f"{tracking_uri}: {error}")
         raise LockstepError(
-            f"the runs of experiment {experiment!r} cannot be read from MLflow at "
-            f"{without_password(tracking_uri)}: {error}. Check MLFLOW_TRACKING_URI and the server"
+            f"the runs of experiment {experiment!r} cannot be read from MLflow at {where}. Check "
+            "MLFLOW_TRACKING_URI and the server"
         ) from error
     return tuple(
         FoundRun(
@@ -132,20 +133,23 @@ def prepare_environment() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _sqlite_file(uri: str) -> Path | None:
+def sqlite_file(uri: str) -> Path | None:
+    """Return the file of a SQLite store; None for another."""
     return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
 
 
 def local_artifacts(uri: str) -> str | None:
     """Return the artifact folder beside a SQLite file; a server has its own."""
-    file = _sqlite_file(uri)
+    file = sqlite_file(uri)
     return None if file is None else (file.resolve().parent / "mlartifacts").as_uri()
 
 
-def without_password(uri: str) -> str:
-    """Return the URI as it may be shown."""
-    password = urlsplit(uri).password
-    return uri if password is None else uri.replace(f":{password}@", ":***@")
+_PASSWORD = re.compile(r"(//[^/\s:@]*):[^/\s]*@")
+
+
+def without_password(text: str) -> str:
+    """Return a URI, or a message that repeats one, as it may be shown."""
+    return _PASSWORD.sub(r"\1:***@", text)
 
 
 def ui_command(uri: str, experiment_id: str | None, run_id: str | None) -> str:

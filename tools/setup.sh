@@ -69,8 +69,13 @@ if [ "$version" != 3.11 ]; then
     exit 1
 fi
 
-if [ ! -x "$venv/bin/python" ]; then
+# An environment whose making broke off has a python and no pip; making it again mends it.
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     step "virtual environment $venv" "$python" -m venv "$venv"
+fi
+if [ "$("$venv/bin/python" -c 'import sys; print(sys.version_info[1])')" != 11 ]; then
+    say "$venv is an environment of another Python (the one for CUDA?): make setup VENV=.venv-cpu" >&2
+    exit 1
 fi
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 

@@ -159,6 +159,19 @@ def compare_ledgers(
     )
 
 
+def common_lines(a: Ledger, b: Ledger) -> tuple[Sequence[LedgerLine], Sequence[LedgerLine]]:
+    """Return the lines of two ledgers from the first that both can have.
+
+    Where one begins at a later step, as that of a fork does, its first line is the state that it
+    begins with and no update: both are compared from the step after it.
+    """
+    start = max(a.header.start_step, b.header.start_step)
+    if a.header.start_step == b.header.start_step:
+        return a.lines, b.lines
+    found = [[line for line in ledger.lines if line.step > start] for ledger in (a, b)]
+    return found[0], found[1]
+
+
 def _compare_lines(
     folders: tuple[Path, Path],
     ledgers: tuple[Ledger, Ledger],
@@ -168,12 +181,9 @@ def _compare_lines(
     ignoring: Sequence[str],
 ) -> Comparison:
     a, b = ledgers
+    lines_a, lines_b = common_lines(a, b)
     start = max(a.header.start_step, b.header.start_step)
     same_start = a.header.start_step == b.header.start_step
-    lines_a, lines_b = (
-        ledger.lines if same_start else [line for line in ledger.lines if line.step > start]
-        for ledger in ledgers
-    )
     if not same_start:
         notes.append(f"compared from step {start + 1} on, where the later one begins")
     pairs = list(zip(lines_a, lines_b, strict=False))

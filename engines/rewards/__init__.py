@@ -130,6 +130,11 @@ def _checked(value: Any, item: RewardItem, spec: RewardSpec) -> float:
             f"[{spec.low}, {spec.high}]{kind}; set reward.low and reward.high to its range, or "
             "correct it"
         )
+    return as_float32(value)
+
+
+def as_float32(value: float) -> float:
+    """Return the float32 nearest to a value: what a reward is, and what it is compared with."""
     rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return rounded
 

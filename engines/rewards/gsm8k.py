@@ -23,7 +23,9 @@ _BOX = "\\boxed{"
 _HASH = re.compile(r"####[ \t]*([^\n]*)")
 _SPACING = re.compile(r"\\[,;:! ]|~")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|mathbf|mathrm|mbox|boxed)\s*\{([^{}]*)\}")
-_FRACTION_COMMAND = re.compile(r"\\[dt]?frac\s*\{\s*([^{}]+?)\s*\}\s*\{\s*([^{}]+?)\s*\}")
+# The blanks beside a part belong to it: two runs that both take them would try every split of them.
+_FRACTION_COMMAND = re.compile(r"\\[dt]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}")
+_BRACE = re.compile(r"[{}]")
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])")
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(
@@ -77,18 +79,16 @@ def final_answer(text: str, *, truncated: bool = False) -> str | None:
 
 def _last_box(text: str) -> tuple[int, str | None]:
     r"""Return (place, content) of the last `\boxed{...}` that closes and is not empty."""
-    start = text.rfind(_BOX)
-    while start >= 0:
-        depth, begin = 1, start + len(_BOX)
-        for place in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if depth == 0:
-                content = text[begin:place].strip()
-                if content:
-                    return start, content
-                break
-        start = text.rfind(_BOX, 0, start)
-    return -1, None
+    opened: list[int] = []
+    found: list[tuple[int, str]] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.end())
+        elif opened:
+            begin = opened.pop()
+            if text.endswith(_BOX, 0, begin):
+                found.append((begin - len(_BOX), text[begin : brace.start()].strip()))
+    return max((box for box in found if box[1]), default=(-1, None))
 
 
 def number(text: str) -> Fraction | None:
@@ -110,6 +110,11 @@ def number(text: str) -> Fraction | None:
     return -value if match["sign"] == "-" else value
 
 
+def _fraction(match: re.Match[str]) -> str:
+    above, below = (part.strip() or part[-1] for part in match.groups())
+    return f" {above}/{below}"
+
+
 def _cleaned(text: str) -> str:
     text = text.replace("\u2212", "-").replace("\u2013", "-").replace("\u00a0", " ")
     text = _SPACING.sub(" ", text)
@@ -117,7 +122,7 @@ def _cleaned(text: str) -> str:
     previous = None
     while previous != text:  # innermost first
         previous = text
-        text = _FRACTION_COMMAND.sub(r" \1/\2", _TEXT_COMMAND.sub(r" \1", text))
+        text = _FRACTION_COMMAND.sub(_fraction, _TEXT_COMMAND.sub(r" \1", text))
     text = text.replace("{,}", ",").replace("\\$", "$").replace("\\%", "%")
     text = text.rsplit("=", 1)[-1]
     text = re.sub(r"[$\u20ac\u00a3*`()\[\]]", "", text)

@@ -85,6 +85,11 @@ def _prompt(
     messages, label = messages_and_label(row, data, where=where)
     text = render(tokenizer, messages, data, where=where)
     token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not token_ids:
+        raise SpecError(
+            f"{where}: the rendered prompt {text!r} has no token, and nothing can follow it; leave "
+            "the row out by data.rows, or correct data.chat_template"
+        )
     start = tokenizer.bos_token_id
     if start is not None and token_ids[:2] == (start, start):
         raise SpecError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from model_specs.errors import UnsupportedError
-from model_specs.run_spec import RunSpec
+from model_specs.run_spec import NUMERICS_VERSION, RunSpec
 
 TRAINERS: Mapping[str, str] = {
     "fsdp2": "engines.train.fsdp2.actor:Fsdp2Trainer",
@@ -323,6 +323,12 @@ def check_supported(spec: RunSpec) -> None:
         UnsupportedError: Naming every row that is refused, with what was asked for and why.
     """
     found = refusals(spec)
+    if spec.numerics.version != NUMERICS_VERSION:
+        found.append(
+            f"numerics.version={spec.numerics.version}: this code computes version "
+            f"{NUMERICS_VERSION}, whose bits are others; go on with the code that made the run, or "
+            "run it anew"
+        )
     known = {row.asked(spec) for row in CAPABILITIES if row.kind == "family"}
     if known == {""}:
         families = ", ".join(row.name for row in CAPABILITIES if row.kind == "family")

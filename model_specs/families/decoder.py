@@ -54,6 +54,8 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, str | None]:
     parameters = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
     theta = parameters.get("rope_theta", config.get("rope_theta", DEFAULT_ROPE_THETA))
+    if any(isinstance(value, Mapping) for value in parameters.values()):  # one a kind of layer
+        return theta, json.dumps(parameters, sort_keys=True, separators=(",", ":"))
     for candidate in (parameters, scaling):
         kind = candidate.get("rope_type", candidate.get("type", "default"))
         partial = candidate.get("partial_rotary_factor", 1.0)
@@ -85,6 +87,8 @@ def common_refusals(config: Mapping[str, Any]) -> list[Difference]:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         refusals.append(("hidden_act", "silu", activation))
+    if (partial := config.get("partial_rotary_factor")) not in (None, 1.0):
+        refusals.append(("partial_rotary_factor", 1.0, partial))
     theta, scaling = _rope(config)
     if scaling is not None:
         refusals.append(("rope_scaling", None, scaling))

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
+from model_specs.errors import SpecError
 from model_specs.families import qwen3
 from model_specs.families.decoder import Difference, fact_differences, spec_from_facts
 from model_specs.model_spec import ModelSpec, MoeSpec
@@ -36,7 +39,11 @@ def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
     experts = {field: config.get(name) for field, name in _CONFIG_NAMES.items()}
     if any(value is None for value in experts.values()):
         return {**qwen3.facts(config), "moe": experts}
-    return {**qwen3.facts(config), "moe": MoeSpec.model_validate(experts)}
+    try:
+        found = MoeSpec.model_validate(experts)
+    except ValidationError as error:
+        raise SpecError(f"config.json: {error.errors()[0]['msg']}") from error
+    return {**qwen3.facts(config), "moe": found}
 
 
 def from_config(config: Mapping[str, Any], path: str) -> ModelSpec:

@@ -296,3 +296,9 @@ def test_metadata_decides_the_digest(model_dir: str, tmp_path: Path) -> None:
     one = _build(model_dir, tmp_path, rows, metadata_key="level").digest
     rows[2]["level"] = 2
     assert one != _build(model_dir, tmp_path, rows, metadata_key="level").digest
+
+
+def test_a_prompt_without_a_token_is_refused_by_its_row(model_dir: str, tmp_path: Path) -> None:
+    rows = [*ROWS[:1], {"messages": [{"role": "user", "content": ""}], "label": "1"}]
+    with pytest.raises(SpecError, match=r"train\.jsonl.*rendered prompt '' has no token"):
+        _build(model_dir, tmp_path, rows, chat_template="{{ messages[0]['content'] }}")

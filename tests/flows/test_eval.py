@@ -155,6 +155,12 @@ def test_accuracy_counts_rewards_at_or_above_the_threshold() -> None:
     found = judge_eval(lenient, prompts, samples, RewardSpec(name="digits"))
     assert found.metrics["eval/t/accuracy"] == 1.0
     assert strict.metrics["eval/t/accuracy"] < 1.0
+    # Rewards are float32, which 0.7 is not: its nearest lies below it, and counts.
+    best = RewardSpec(name="gsm8k", format_credit=0.7)
+    answered = [sample("a", "#### 3")]
+    at_credit = EvalSet.model_validate({**given, "correct_at": 0.7})
+    labelled = [Prompt(prompt_id="a", token_ids=(1,), text="", label="4")]
+    assert judge_eval(at_credit, labelled, answered, best).metrics["eval/t/accuracy"] == 1.0
 
 
 def sample(prompt_id: str, text: str) -> Sample:

@@ -12,6 +12,7 @@ from engines.contracts import Prompt, PromptSet
 from engines.provenance.diff import compare_ledgers
 from engines.provenance.lock import read_lock
 from engines.provenance.verdict import Verdict
+from engines.rewards import as_float32
 from engines.runs import new_run, read_spec
 from flows.fork import forked
 from model_specs.errors import ArtifactError, DivergedError, SpecError
@@ -44,6 +45,14 @@ def test_a_prompt_is_kept_when_its_pass_rate_lies_in_the_band() -> None:
     assert prompt_filter.kept_prompts(rates, spec) == ("1", "2")
     one = spec.model_copy(update={"max_prompts": 1})
     assert prompt_filter.kept_prompts(rates, one) == ("1",)
+
+
+def test_a_reward_at_the_threshold_has_passed_though_it_is_a_float32() -> None:
+    reward = as_float32(0.9)
+    assert reward < 0.9
+    spec = FilterSpec(low=0.0, high=1.0, samples_per_prompt=2, threshold=0.9)
+    (rate,) = prompt_filter.pass_rates(prompts(1).prompts, [reward, 0.0], spec)
+    assert rate.num_passed == 1
 
 
 def test_an_empty_band_is_refused_with_the_rates_that_were_found() -> None:

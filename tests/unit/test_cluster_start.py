@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from engines import cluster
+from model_specs.errors import EngineError
 
 LATE = "The current node timed out during startup. This could happen because ..."
 
@@ -56,3 +57,24 @@ def test_any_other_failure_is_raised_at_once(starts: Callable[..., list[int]]) -
     with pytest.raises(Exception, match="no space left"):
         enter()
     assert made == [1]
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        ray.exceptions.OutOfMemoryError("no memory"),
+        ray.exceptions.RuntimeEnvSetupError("no environment"),
+        ray.exceptions.ActorUnschedulableError("no room"),
+        ray.exceptions.LocalRayletDiedError("no raylet"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_takes_an_engine_away_is_an_engine_error(
+    lost: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(reference: object) -> None:
+        raise lost
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(EngineError, match="drawing: the engine process was lost"):
+        cluster._value(object(), "drawing")

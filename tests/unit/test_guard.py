@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from engines import guard
+from model_specs.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = guard.GRACE_S + guard.TERMINATE_S + 15
@@ -218,3 +219,12 @@ def test_the_watcher_lives_also_where_the_driver_has_a_thousand_files_open() -> 
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_watcher_that_has_ended_is_an_engine_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    monkeypatch.setattr(guard, "_OWNED", ["token", write_end])
+    with pytest.raises(EngineError, match="has itself ended"):
+        guard.look()
+    os.close(write_end)

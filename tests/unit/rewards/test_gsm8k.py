@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from fractions import Fraction
 
 import pytest
@@ -135,3 +136,10 @@ def test_an_answer_that_was_cut_off_does_not_count() -> None:
     assert score("#### 18\n", "18", CREDIT, finish_reason="length") == 1.0
     assert score("\\boxed{18}", "18", CREDIT, finish_reason="length") == 1.0
     assert score("#### 18\n#### 1", "18", CREDIT, finish_reason="length") == 1.0
+
+
+def test_long_runs_of_blanks_and_of_open_boxes_take_no_time() -> None:
+    began = time.perf_counter()
+    for text in ("#### \\frac{" + " " * 20000 + "x\n", "\\boxed{" * 20000, "{" * 20000):
+        assert score(text, "1", EXACT, finish_reason="stop") == 0.0
+    assert time.perf_counter() - began < 5  # the blanks alone once took hours

@@ -137,9 +137,7 @@ def test_every_identity_field_changes_its_fingerprint_and_is_named() -> None:
         "reduction.slots": "8",
         "numerics.compute_dtype": "float32",
         "schedule.horizon_samples": "64",
-        "reward.format_credit": "0.5",
         "reward.digest": "abc",
-        "reward.options": '{"a": 1}',
         "data.rows": "0:9",
         "data.metadata_key": "source",
         "data.chat_template": "{{ messages }}",
@@ -156,6 +154,10 @@ def test_every_identity_field_changes_its_fingerprint_and_is_named() -> None:
         assert plan_fingerprint(changed) == plan_fingerprint(spec)
         seen.add(trajectory_fingerprint(changed))
     assert len(seen) == len(changes) + 1
+    gsm8k = apply_overrides(spec, ("reward=gsm8k",))
+    credit = apply_overrides(gsm8k, ("reward.format_credit=0.5",))
+    assert [name for name, _, _ in spec_differences(gsm8k, credit)] == ["reward.format_credit"]
+    assert trajectory_fingerprint(credit) != trajectory_fingerprint(gsm8k)
 
 
 def test_the_plan_is_no_part_of_the_trajectory() -> None:
@@ -169,7 +171,9 @@ def test_the_plan_is_no_part_of_the_trajectory() -> None:
 
 def test_differences_name_a_field_that_only_one_spec_has() -> None:
     spec = load_recipe("tiny_cpu")
-    stock = apply_overrides(spec, ("reduction.kind=stock", "reduction.world_size=2"))
+    stock = apply_overrides(
+        spec, ("reduction.kind=stock", "reduction.world_size=2", "execution.trainer_ranks=2")
+    )
     assert spec_differences(spec, stock) == (
         ("reduction.kind", "tree", "stock"),
         ("reduction.world_size", MISSING, 2),

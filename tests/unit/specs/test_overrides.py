@@ -61,10 +61,13 @@ def test_fields_that_constrain_each_other_can_change_together() -> None:
 
 def test_the_kind_of_reduction_can_be_changed_and_changed_back() -> None:
     stock = apply_overrides(
-        load_recipe("tiny_cpu"), ("reduction.kind=stock", "reduction.world_size=2")
+        load_recipe("tiny_cpu"),
+        ("reduction.kind=stock", "reduction.world_size=2", "execution.trainer_ranks=2"),
     )
     assert stock.reduction == StockReduction(slots=4, world_size=2)
-    assert apply_overrides(stock, ("reduction.kind=tree",)) == load_recipe("tiny_cpu")
+    assert apply_overrides(
+        stock, ("reduction.kind=tree", "execution.trainer_ranks=1")
+    ) == load_recipe("tiny_cpu")
 
 
 def test_an_unknown_key_lists_near_names() -> None:
