@@ -280,3 +280,28 @@ def test_a_folder_that_cannot_be_sent_is_named_and_costs_the_others_nothing(
     assert json.loads(capsys.readouterr().out)["sent"] == ["night-1"]
     assert show_sync("night-1", runs_dir=runs_dir, as_json=False) == 0
     assert capsys.readouterr().out == "sent: night-1\n"
+
+
+def test_an_explicit_baseline_outlives_its_store(runs_dir: Path) -> None:
+    chosen = make_night(runs_dir, "night-1", "Identical")
+    set_baseline(chosen, reason="accepted")
+    make_night(runs_dir, "night-2", "Identical")
+    tonight = make_night(runs_dir, "night-3", "Identical")
+    assert baseline_of(tonight).folder == chosen
+    (runs_dir / "mlflow.db").unlink()
+    for mark in runs_dir.glob("*/mlflow.json"):
+        mark.unlink()
+    sync_unsent(runs_dir)
+    found = baseline_of(tonight)
+    assert found.folder == chosen
+    assert "because: accepted" in found.note
+
+
+def test_a_red_night_that_was_resumed_to_green_is_no_baseline(runs_dir: Path) -> None:
+    green = make_night(runs_dir, "night-1", "Identical")
+    red = make_night(runs_dir, "night-2", "Diverged", weight=2.0)
+    tonight = make_night(runs_dir, "night-3", "Identical")
+    # As `resume` leaves it: the legs agree, and nothing was compared with the night before.
+    (red / "verdict.json").write_text(json.dumps({"verdict": "Identical", "chain_digest": "c"}))
+    sync_quietly(red)
+    assert baseline_of(tonight).folder == green

@@ -78,6 +78,25 @@ def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Co
     return go_on
 
 
+def test_a_resume_that_is_cut_off_leaves_no_verdict_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = recipe()
+    folder = runs.new_run(spec, tmp_path, run_id="run").folder
+    write_leg(folder, spec, "a", weight=1.0)
+    for name in ("verdict.json", "report.html", "report.md"):
+        (folder / name).write_text('{"verdict": "Aligned"}')
+
+    def cut_off(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_flow, "resumption", lambda *_, **__: (folder, spec, 1))
+    monkeypatch.setattr(train_flow, "run_leg", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        train_flow.go_on("run", None, (), leg="a", runs_dir=str(tmp_path))
+    assert {path.name for path in folder.iterdir()} & {"verdict.json", "report.html"} == set()
+
+
 def test_a_run_of_one_leg_ends_with_it(resumed: Callable[..., Concluded]) -> None:
     legs, comparison, more = resumed(a={"weight": 1.0})
     assert [leg.leg for leg in legs] == ["a"]
