@@ -1,4 +1,4 @@
-"""Parts of pages and messages that need no engine: which updates stand side by side, what is hidden."""
+"""Parts of pages and messages: which updates stand side by side, and what is not shown."""
 
 from __future__ import annotations
 
