@@ -22,7 +22,7 @@ def rotary_inv_freq(theta: float, head_dim: int) -> torch.Tensor:
 
 
 def check_rotary(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> None:
-    """Require float32 frequencies, one for each pair of a head, and a position for each row.
+    """Require float32 frequencies, one for each pair of a head, and a position for every row.
 
     Raises:
         ValueError: They are not.
@@ -31,7 +31,7 @@ def check_rotary(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tenso
         raise ValueError(
             f"rotary: inv_freq is {inv_freq.dtype}; a cast model has rounded it, use float32"
         )
-    if x.shape[-1] != 2 * len(inv_freq) or len(x) != len(positions):
+    if x.shape[-1] != 2 * len(inv_freq) or len(x) > len(positions):
         raise ValueError(
             f"rotary: x is {tuple(x.shape)}, with {len(positions)} positions and {len(inv_freq)} "
             "frequencies; every row needs a position and every pair of a head a frequency"
