@@ -158,14 +158,17 @@ def _steps_to_gates(
 def gate_leg(spec: RunSpec, run: runs.Run, source: Path) -> LegResult:
     """Run the gates alone on the newest checkpoint of the leg in `source`."""
     step, found = runs.checkpoint_at(source, None)
-    with leg_session(spec, run_dir=run.folder, leg="a", fence=run.fence) as session:
-        name = session.name
-        inputs, _ = _start(name, spec)
-        train.load_state(name, found, step=step)
-        exported = export.export(name, found, inputs.model)
-        gates.layerwise(name)
-        gates.controls(name, exported)
-        return gates.judge_without_steps(name, step=step)
+    try:
+        with leg_session(spec, run_dir=run.folder, leg="a", fence=run.fence) as session:
+            name = session.name
+            inputs, _ = _start(name, spec)
+            train.load_state(name, found, step=step)
+            exported = export.export(name, found, inputs.model)
+            gates.layerwise(name)
+            gates.controls(name, exported)
+            return gates.judge_without_steps(name, step=step)
+    except VERDICT_ERRORS as error:
+        return _failed("a", error, last_step=step)
 
 
 def segment_leg(

@@ -261,8 +261,16 @@ def _baseline(run: FoundRun, note: str, *, is_explicit: bool = False) -> Baselin
         run_id=_name(run),
         folder=_folder(run),
         is_explicit=is_explicit,
-        commit=run.tags.get("git.commit"),
+        commit=_commit(run),
     )
+
+
+def _commit(run: FoundRun) -> str | None:
+    """Return the commit that a night ran at; the tag is of the checkout that first sent it."""
+    path = _folder(run) / "verdict.json"
+    night = (read_json(path).get("night") if path.is_file() else None) or {}
+    commit: str | None = night.get("commit", run.tags.get("git.commit"))
+    return commit
 
 
 def _own(folder: Path, spec: RunSpec) -> FoundRun:

@@ -305,3 +305,13 @@ def test_a_red_night_that_was_resumed_to_green_is_no_baseline(runs_dir: Path) ->
     (red / "verdict.json").write_text(json.dumps({"verdict": "Identical", "chain_digest": "c"}))
     sync_quietly(red)
     assert baseline_of(tonight).folder == green
+
+
+def test_the_commit_of_a_night_is_that_it_ran_at_and_not_that_it_was_sent_at(
+    runs_dir: Path,
+) -> None:
+    night = make_night(runs_dir, "night-1", "Identical")
+    verdict = json.loads((night / "verdict.json").read_text())
+    verdict["night"]["commit"] = "0123abc"
+    (night / "verdict.json").write_text(json.dumps(verdict))
+    assert baseline_of(make_night(runs_dir, "night-2", "Identical")).commit == "0123abc"

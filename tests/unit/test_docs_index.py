@@ -28,3 +28,17 @@ def test_every_page_is_in_the_index() -> None:
 def test_a_page_that_nobody_links_would_be_seen(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("[one](one.md#part) and [a site](https://example.org)")
     assert links(tmp_path / "README.md") == {tmp_path / "one.md"}
+
+
+def test_the_architecture_page_names_every_module() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", page))))
+    apart = ("numerics", "families", "recipes", "rewards", "fsdp2", "megatron")
+    modules = {
+        path.stem
+        for layer in ("flows", "tasks", "engines", "model_specs")
+        for path in (DOCS.parent / layer).rglob("*.py")
+        if path.stem != "__init__" and path.parent.name not in apart and path.parent.name != "cuda"
+    }
+    assert len(modules) > 120
+    assert modules - words == set()
