@@ -76,7 +76,7 @@ def run(
     rollout_only
         Draw and reward all steps at the initial weights and dump them; train nothing.
     train_only
-        Train on dumped rollouts (a file, a folder of them, or RUN/LEG) without a rollout engine.
+        Train on dumped rollouts without a rollout engine: a file, a folder of them, or RUN/LEG.
     run_id
         Name of the new run folder.
     """
@@ -106,6 +106,8 @@ def run(
         wanted = run_request.TwinRequest(**asked, inject_flip=flip)
         return finish(lambda: twin_flow(wanted, **place), json)
     if rollout_only or train_only is not None:
+        if train_only is not None and not train_only.exists() and (runs_dir / train_only).exists():
+            train_only = runs_dir / train_only
         return run_half(asked, place, dump=train_only, as_json=json)
     from flows.train import train
 

@@ -307,9 +307,7 @@ def test_a_red_night_that_was_resumed_to_green_is_no_baseline(runs_dir: Path) ->
     assert baseline_of(tonight).folder == green
 
 
-def test_the_commit_of_a_night_is_that_it_ran_at_and_not_that_it_was_sent_at(
-    runs_dir: Path,
-) -> None:
+def test_the_commit_of_a_night_is_that_it_ran_at(runs_dir: Path) -> None:
     night = make_night(runs_dir, "night-1", "Identical")
     verdict = json.loads((night / "verdict.json").read_text())
     verdict["night"]["commit"] = "0123abc"
