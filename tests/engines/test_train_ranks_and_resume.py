@@ -174,14 +174,13 @@ def test_trajectories_move_and_dtypes_differ(runs: dict[str, Log]) -> None:
 
 def test_stock_reduction_at_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     spec = make_spec("float32", ranks=2, stock=True)
-    trainer_spec = spec.model_copy(update={"execution": ExecutionSpec(trainer_ranks=1)})
     write_model(tmp_path, MODEL)
     import torch.distributed as dist
 
     try:
         with pytest.raises(SpecError, match=r"world_size=2 .* 1 ranks"):
             Fsdp2Trainer(
-                trainer_spec.model_dump_json(),
+                spec.model_dump_json(),
                 dcp_dir=str(tmp_path / "dcp"),
                 rank=0,
                 world_size=1,
