@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,13 @@ def legs(folder: Path) -> tuple[str, ...]:
 
 def checkpoints(leg_folder: Path) -> dict[int, ArtifactRef]:
     """Step -> committed checkpoint of a leg, by step; one whose meta is torn is left out."""
+    return _references(_committed(leg_folder))
+
+
+def _references(committed: Sequence[tuple[Path, CheckpointMeta]]) -> dict[int, ArtifactRef]:
     return {
         meta.step: ArtifactRef(uri=str(folder), kind="checkpoint", digest=meta.state_digest)
-        for folder, meta in _committed(leg_folder)
+        for folder, meta in committed
     }
 
 
@@ -145,19 +150,27 @@ def _committed(leg_folder: Path) -> list[tuple[Path, CheckpointMeta]]:
     return sorted(found, key=lambda each: each[1].step)
 
 
-def _foreign(leg_folder: Path, ledger: Ledger) -> dict[int, str]:
-    """Step -> what is wrong, of the checkpoints that belong to other updates than the ledger's.
+def _told_apart(
+    leg_folder: Path,
+) -> tuple[dict[int, ArtifactRef], dict[int, str], Ledger | None]:
+    """Return the committed checkpoints by step, what is wrong with some, and the ledger if any.
 
-    An attempt that was taken back may have left them: the ledger went on from an earlier step, and
-    its updates had other bits. The checkpoint that a fork began with has its parent's chain.
+    Wrong are those of other updates than the ledger's. An attempt that was taken back may have left
+    them: the ledger went on from an earlier step, and its updates had other bits. The checkpoint
+    that a fork began with has its parent's chain.
     """
+    committed = _committed(leg_folder)
+    if not (leg_folder / LEDGER_FILE).is_file():
+        return _references(committed), {}, None
+    ledger = read_ledger(leg_folder)
     first = ledger.header.start_step + 1
     chains = {line.step: line.chain for line in ledger.lines if line.step >= first}
-    return {
+    foreign = {
         meta.step: f"its chain is {meta.chain_digest}, the ledger's is {chains[meta.step]}"
-        for _, meta in _committed(leg_folder)
+        for _, meta in committed
         if chains.get(meta.step, meta.chain_digest) != meta.chain_digest
     }
+    return _references(committed), foreign, ledger
 
 
 def checkpoint_at(leg_folder: Path, step: int | None) -> tuple[int, ArtifactRef]:
@@ -170,14 +183,11 @@ def checkpoint_at(leg_folder: Path, step: int | None) -> tuple[int, ArtifactRef]
         CheckpointError: There is none, listing those that there are, or it belongs to other updates
             than those of the ledger.
     """
-    found = checkpoints(leg_folder)
+    found, foreign, ledger = _told_apart(leg_folder)
     if not found:
         raise CheckpointError(
             f"{leg_folder} has no committed checkpoint, so nothing can go on from it; run it again"
         )
-    has_ledger = (leg_folder / LEDGER_FILE).is_file()
-    ledger = read_ledger(leg_folder) if has_ledger else None
-    foreign = _foreign(leg_folder, ledger) if ledger is not None else {}
     if step is None:
         last = max(found)
         if ledger is not None:
@@ -203,13 +213,8 @@ def checkpoint_before(leg_folder: Path, step: int) -> tuple[int, ArtifactRef | N
 
     None stands for the initial weights, of step 0.
     """
-    has_ledger = (leg_folder / LEDGER_FILE).is_file()
-    foreign = _foreign(leg_folder, read_ledger(leg_folder)) if has_ledger else {}
-    earlier = {
-        at: found
-        for at, found in checkpoints(leg_folder).items()
-        if at < step and at not in foreign
-    }
+    found, foreign, _ = _told_apart(leg_folder)
+    earlier = {at: each for at, each in found.items() if at < step and at not in foreign}
     newest = max(earlier, default=0)
     return newest, earlier.get(newest)
 

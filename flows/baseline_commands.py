@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
-RunsDir = Annotated[Path, Parameter(help="Folder that holds run folders.")]
-Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON object.")]
+from flows.cli_options import Json, RunsDir
 
 baseline = App(name="baseline", help="What nights are compared with: set, unset, show.")
 

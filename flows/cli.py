@@ -12,11 +12,12 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
 from flows.baseline_commands import baseline
+from flows.cli_options import Device, Json, RunsDir, Set
 from flows.sync_command import sync
 from model_specs.errors import CancelledError, LockstepError, SpecError
 
@@ -33,16 +34,6 @@ app = App(
 
 app.command(baseline)
 app.command(sync)
-
-Set = Annotated[
-    tuple[str, ...],
-    Parameter(name="--set", negative=(), help="Override a spec field: key=value. Repeatable."),
-]
-RunsDir = Annotated[Path, Parameter(help="Folder that holds run folders.")]
-Device = Annotated[
-    Literal["cpu", "cuda"] | None, Parameter(help="The same as --set execution.device=DEVICE.")
-]
-Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON object.")]
 
 
 @app.command
@@ -192,9 +183,10 @@ def resume(
     leg
         Leg to go on with.
     """
-    name, step = parse_run_at_step(run)
-    prepare_process(json)
     from flows import run_request
+
+    name, step = run_request.run_at_step(run)
+    prepare_process(json)
     from flows.train import resume as resume_flow
     from flows.train import resumption
 
@@ -226,10 +218,11 @@ def fork(
     run_id
         Name of the new run folder.
     """
-    name, step = parse_run_at_step(run)
+    from flows import run_request
+
+    name, step = run_request.run_at_step(run)
     prepare_process(json)
     from engines import runs
-    from flows import run_request
     from flows.fork import fork as fork_flow
     from flows.fork import forked
 
@@ -261,10 +254,12 @@ def export(
     leg
         Leg of the run.
     """
-    name, step = parse_run_at_step(run)
+    from flows import run_request
+
+    name, step = run_request.run_at_step(run)
     prepare_process(json)
     from engines import runs
-    from flows import console, run_request
+    from flows import console
     from flows.export import export as export_flow
 
     runs.checkpoint_at(runs.open_run(name, runs_dir) / leg, step)
@@ -446,14 +441,6 @@ def doctor(*, json: Json = False) -> int:
     from flows import diagnosis
 
     return diagnosis.show(as_json=json)
-
-
-def parse_run_at_step(text: str) -> tuple[str, int | None]:
-    """Split RUN@STEP; without @STEP the step is None."""
-    name, at, step = text.partition("@")
-    if at and not step.isdigit():
-        raise SpecError(f"not RUN or RUN@STEP: {text!r}; STEP is a whole number")
-    return name, int(step) if at else None
 
 
 def with_commas(texts: tuple[str, ...]) -> tuple[str, ...]:

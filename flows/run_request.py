@@ -333,9 +333,15 @@ def flip_request(text: str | None) -> FlipRequest | None:
 
 
 def run_at_step(text: str) -> tuple[str, int | None]:
-    """Return name and step of `RUN@STEP`; the step is None for the newest checkpoint."""
-    name, _, step = text.partition("@")
-    return name, int(step) if step else None
+    """Return name and step of `RUN@STEP`; the step is None for the newest checkpoint.
+
+    Raises:
+        SpecError: What stands behind the `@` is no whole number.
+    """
+    name, at, step = text.partition("@")
+    if at and not step.isdigit():
+        raise SpecError(f"not RUN or RUN@STEP: {text!r}; STEP is a whole number")
+    return name, int(step) if at else None
 
 
 def request_source(name: str | None) -> dict[str, str]:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-RunsDir = Annotated[Path, Parameter(help="Folder that holds run folders.")]
-Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print one JSON object.")]
+from flows.cli_options import Json, RunsDir
 
 
 def sync(run: str | None = None, *, runs_dir: RunsDir = Path("runs"), json: Json = False) -> int:

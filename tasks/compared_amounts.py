@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engines.contracts import PROBES
+from engines.provenance.diff import common_lines
 from engines.provenance.ledger import LedgerLine, read_ledger
 from engines.provenance.side_files import digests_path, read_digests
 from model_specs.json_text import read_json
@@ -35,7 +36,7 @@ class Amounts:
 
 
 def compared_amounts(
-    leg: Path, *, updates: int, first_probe: str | None = None, start_step: int = 0
+    leg: Path, *, updates: int, first_probe: str | None = None, beside: Path | None = None
 ) -> Amounts:
     """Count over the first `updates` lines of a leg's ledger that were compared.
 
@@ -43,18 +44,14 @@ def compared_amounts(
         leg: Folder of the leg.
         updates: Number of lines that are equal, line 0 included.
         first_probe: Where the next line parts; what it has before that counts as well.
-        start_step: Where the later of both ledgers begins; lines up to it were not compared.
+        beside: Folder of the leg that it was compared with; None where both begin alike.
 
     Raises:
         ArtifactError: The ledger or a side file is missing or damaged.
     """
     ledger = read_ledger(leg)
-    compared = [
-        line
-        for line in ledger.lines
-        if line.step > start_step or start_step == ledger.header.start_step
-    ]
-    lines = compared[: updates + (first_probe in PROBES)]
+    compared, _ = common_lines(ledger, ledger if beside is None else read_ledger(beside))
+    lines = list(compared[: updates + (first_probe in PROBES)])
     if first_probe in PROBES and len(lines) > updates:
         lines[-1] = _before(lines[-1], str(first_probe))
     tokens = sum(int(line.metrics.get("gate/num_tokens", 0)) for line in lines)

@@ -94,11 +94,13 @@ def _compared(found: Mapping[str, Path], comparison: Mapping[str, Any]) -> str:
     if not comparison or not comparison.get("compared"):
         return section("What was looked at", tiles([reused])) if stages else ""
     compared = comparison["compared"]
+    leg, beside = (*found.values(), None)[:2]
+    assert leg is not None
     amounts = compared_amounts(
-        next(iter(found.values())),
+        leg,
         updates=compared["updates"],
         first_probe=(comparison.get("first") or {}).get("probe"),
-        start_step=int(comparison.get("start_step", 0)),
+        beside=beside,
     )
     figures = [
         ("steps in common", str(comparison["common_steps"])),

@@ -27,12 +27,14 @@ def ordered_sum(values: torch.Tensor) -> float:
         infinities of both signs meet.
     """
     numbers = values.detach().double().flatten().tolist()
-    special = [number for number in numbers if not math.isfinite(number)]
-    if special:
-        return sum(special)
     try:
         return math.fsum(numbers)
+    except ValueError:  # infinities of both signs
+        return math.nan
     except OverflowError:  # a sum on the way leaves float64; the whole one may not
+        special = [number for number in numbers if not math.isfinite(number)]
+        if special:
+            return sum(special)
         exact = sum(map(Fraction, numbers))
         try:
             return float(exact)

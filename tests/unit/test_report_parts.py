@@ -41,10 +41,9 @@ def test_updates_stand_beside_those_of_the_same_step(tmp_path: Path) -> None:
     columns = strip_columns(read_ledger(parent), read_ledger(fork))
     assert [cell_state(column, "weights") for column in columns] == ["equal", "equal"]
     found = compare_ledgers(parent, fork).to_dict()
-    amounts = compared_amounts(
-        parent, updates=found["compared"]["updates"], start_step=found["start_step"]
-    )
-    assert amounts.tokens == 30 + 40
+    updates = found["compared"]["updates"]
+    assert compared_amounts(parent, updates=updates, beside=fork).tokens == 30 + 40
+    assert compared_amounts(fork, updates=updates, beside=parent).tokens == 30 + 40
     other = leg_of(tmp_path / "c", *range(5), weight=2.0)
     columns = strip_columns(read_ledger(parent), read_ledger(other))
     assert [cell_state(column, "weights") for column in columns] == ["equal", *4 * ["differs"]]
