@@ -97,10 +97,13 @@ def test_one_gemm_over_the_fused_matrix_is_seen_in_the_gradient(
     """The control: Megatron's way (one product over q, k, v) has equal scores, other gradients."""
     samples, digests = made_samples(), {}
 
-    def fused(self: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        rows = hidden.shape[0]
+    def fused(self: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+        rows, groups = hidden.shape[0], self.config.num_query_groups
+        width = self.config.kv_channels
         product = numerics.linear(hidden.view(rows, -1), self.weight, self.bias)
-        return product.view(rows, 1, -1), None
+        heads = product.view(rows, groups, -1, width)
+        queries, key, value = heads.split((heads.shape[2] - 2, 1, 1), dim=2)
+        return tuple(part.reshape(rows, -1) for part in (queries, key, value))
 
     for name in ("shared", "fused"):
         if name == "fused":

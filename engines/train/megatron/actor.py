@@ -3,16 +3,15 @@
 Main parameters, moments and gradients are float32 under the checkpoint's names, whole on every
 rank; the model's fused parameters are their copies in the compute dtype. A slot's gradient is read
 from the fused parameters, scattered over the ranks in float32 and added as the shared tree does, so
-weights, gradients and moments have the digests of every other trainer. What is sent is read from
-Megatron's own storage.
+weights, gradients and moments have the digests of every other trainer; the sum is taken apart into
+the checkpoint's tensors. What is sent is read from Megatron's own storage.
 
     trainer = MegatronTrainer(spec_json, dcp_dir=dir, rank=0, world_size=1, rendezvous="file://...")
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from engines.checkpoint.dcp import Storage
 from engines.train.megatron import parallel
 from engines.train.megatron.model import EXACT_OPS, build_model
-from engines.train.megatron.names import LogicalBlock, all_blocks, logical_blocks, write_blocks
+from engines.train.megatron.names import LogicalBlock, all_blocks, write_blocks
 from engines.train.megatron.storage import DistCheckpointing
 from engines.train.reduction import BinaryCounter, TreeReduceScatter
 from engines.train.shards import Shard, replicated
@@ -49,12 +48,16 @@ class MegatronTrainer(GrpoTrainer):
         )
         parameters = [(name, value.detach()) for name, value in model.named_parameters()]
         self._blocks = all_blocks(parameters, self.spec.model)
-        shapes = parameter_shapes(self.spec.model)
-        self._layout = _FlatLayout(shapes, world_size=self._world_size, device=device)
+        self._layout = _FlatLayout(
+            {name: value.shape for name, value in parameters},
+            world_size=self._world_size,
+            device=device,
+        )
         self._counter = BinaryCounter()
         self._stock_sum: torch.Tensor | None = None
         return {
-            name: replicated(torch.empty(shape, device=device)) for name, shape in shapes.items()
+            name: replicated(torch.empty(shape, device=device))
+            for name, shape in parameter_shapes(self.spec.model).items()
         }
 
     def _publish(self) -> None:
@@ -64,13 +67,8 @@ class MegatronTrainer(GrpoTrainer):
     def _take_slot_gradient(self) -> None:
         """Scatter the slot's gradient over the ranks, added in rank order, and add it up."""
         flat = self._layout.empty()
-        views = self._layout.views(flat)
-        blocks = list(self._gradient_blocks())
         # All at once: one at a time is a launch for each, slot by slot.
-        torch._foreach_copy_(
-            [views[block.name][block.row_offset :][: len(block.rows)] for block in blocks],
-            [block.rows for block in blocks],
-        )
+        torch._foreach_copy_(list(self._layout.views(flat).values()), self._taken_gradients())
         if isinstance(self.spec.reduction, TreeReduction):
             self._counter.push([self._scattered(flat)])
             return
@@ -95,28 +93,39 @@ class MegatronTrainer(GrpoTrainer):
         else:
             assert self._stock_sum is not None
             flat, self._stock_sum = self._stock_sum, None
-        return self._layout.views(flat)
+        blocks = all_blocks(self._layout.views(flat).items(), self.spec.model)
+        return {
+            name: parts[0] if len(parts) == 1 else torch.cat(parts)
+            for name, parts in self._in_rows(blocks)
+        }
+
+    def _in_rows(self, blocks: Iterable[LogicalBlock]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Yield the checkpoint's names with the blocks of each, first rows first."""
+        by_name: dict[str, list[LogicalBlock]] = {name: [] for name in self._shards}
+        for block in blocks:
+            by_name[block.name].append(block)
+        for name, found in by_name.items():
+            found.sort(key=lambda block: block.row_offset)
+            yield name, [block.rows for block in found]
 
     def _forget_gradients(self) -> None:
         self._counter, self._stock_sum = BinaryCounter(), None
         self._model.zero_grad(set_to_none=True)
 
-    def _gradient_blocks(self) -> Iterator[LogicalBlock]:
-        """Yield the gradients under the checkpoint's names, taken off the fused parameters."""
+    def _taken_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of the fused parameters in their order, taken off them."""
+        gradients = []
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None:
                 raise EngineError(f"{name} was given no gradient; the forward does not use it")
-            yield from logical_blocks(name, parameter.grad, self.spec.model)
+            gradients.append(parameter.grad)
             parameter.grad = None
+        return gradients
 
     def wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor in the wire dtype), read from Megatron's own storage."""
-        by_name: dict[str, list[LogicalBlock]] = {}
-        for block in self._blocks:
-            by_name.setdefault(block.name, []).append(block)
-        for name in self._shards:
-            blocks = sorted(by_name[name], key=lambda block: block.row_offset)
-            yield name, torch.cat([block.rows for block in blocks])
+        for name, parts in self._in_rows(self._blocks):
+            yield name, torch.cat(parts)
 
     def _storage(self) -> Storage:
         return DistCheckpointing()
@@ -139,23 +148,26 @@ class MegatronTrainer(GrpoTrainer):
 
 
 class _FlatLayout:
-    """All tensors of a model one after the other in one buffer that the ranks divide evenly."""
+    """Megatron's tensors one after the other in one buffer that the ranks divide evenly.
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], *, world_size: int, device: str) -> None:
+    In Megatron's own layout, so that a slot's gradient is copied in as it is; it is taken apart
+    into the checkpoint's tensors once an update.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], *, world_size: int, device: str) -> None:
         self._shapes = shapes
         self._device = device
-        count = sum(math.prod(shape) for shape in shapes.values())
-        self._count = count + -count % world_size
+        sizes = [shape.numel() for shape in shapes.values()]
+        self._sizes = (*sizes, -sum(sizes) % world_size)
 
     def empty(self) -> torch.Tensor:
         """Return a float32 buffer; zero, because the padding at its end is added up too."""
-        return torch.zeros(self._count, dtype=torch.float32, device=self._device)
+        return torch.zeros(sum(self._sizes), dtype=torch.float32, device=self._device)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return name -> view of `flat`."""
-        views, start = {}, 0
-        for name, shape in self._shapes.items():
-            end = start + math.prod(shape)
-            views[name] = flat[start:end].view(shape)
-            start = end
-        return views
+        """Return Megatron's name -> view of `flat`."""
+        *pieces, _ = flat.split(self._sizes)
+        return {
+            name: piece.view(shape)
+            for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
+        }

@@ -3,8 +3,9 @@
 Each class is Megatron's own with another `forward`, so parameters, fused storage and state-dict
 names stay Megatron's. Invariant: an op here is called with the same tensors as in every other
 trainer. Fused matrices are taken apart into the checkpoint's matrices first, because a gradient
-through several matrices has one definition (`numerics.linear_multi`), and rows are moved by `split`
-and `cat` only, whose gradients move rows back and add nothing.
+through several matrices has one definition (`numerics.linear_multi`), and their products stay
+apart: put together they would be copied there and back, each way. Rows of weights are moved by
+`split` only, whose gradient moves rows back and adds nothing.
 
     backend = SharedSpecProvider()
     linear_class = backend.column_parallel_linear()
@@ -24,6 +25,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -78,30 +80,47 @@ class QkvLinear(ColumnParallelLinear):
     queries of group 1, and so on.
     """
 
-    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        """Return ([M, 1, groups * (queries + 2) * head_dim], None)."""
-        rows, groups = hidden.shape[0], self.config.num_query_groups
-        width = self.config.kv_channels
-        queries = self.config.num_attention_heads // groups * width
-        sizes = (queries, width, width)
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+        """Return query, key and value, each [M, heads * head_dim] of its own heads in order."""
+        groups, width = self.config.num_query_groups, self.config.kv_channels
+        sizes = (self.config.num_attention_heads // groups * width, width, width)
         weights = _taken_apart(self.weight, groups, sizes)
         biases: tuple[torch.Tensor | None, ...] = (None, None, None)
         if self.bias is not None:
             biases = _taken_apart(self.bias, groups, sizes)
-        outputs = numerics.linear_multi(hidden.view(rows, -1), weights, biases)
-        mixed = torch.cat([output.view(rows, groups, -1) for output in outputs], dim=2)
-        return mixed.view(rows, 1, -1), None
+        return numerics.linear_multi(hidden.flatten(0, 1), weights, biases)
+
+
+class PackedSelfAttention(SelfAttention):
+    """Megatron's self-attention with query, key and value as they come out of their products."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return query, key and value, each [M, 1, heads, head_dim], after their norms."""
+        assert key_value_states is None
+        assert split_qkv
+        assert not output_gate
+        query, key, value = (
+            rows.view(*hidden_states.shape[:2], -1, self.config.kv_channels)
+            for rows in self.linear_qkv(hidden_states)
+        )
+        return self.q_layernorm(query), self.k_layernorm(key), value
 
 
 class GatedLinear(ColumnParallelLinear):
     """The fused gate and up projection: gate rows first."""
 
-    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        """Return ([M, 1, 2 * inner], None)."""
-        rows = hidden.shape[0]
-        gate, up = self.weight.chunk(2)
-        outputs = numerics.linear_multi(hidden.view(rows, -1), (gate, up), (None, None))
-        return torch.cat(outputs, dim=1).view(rows, 1, -1), None
+    def forward(
+        self, hidden: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        """Return ((gate, up), None), both [M, inner]; Megatron hands them on to `SwiGlu`."""
+        rows = hidden.flatten(0, 1)
+        return numerics.linear_multi(rows, self.weight.chunk(2), (None, None)), None
 
 
 class RowLinear(RowParallelLinear):
@@ -122,15 +141,15 @@ def _taken_apart(
 
 
 class SwiGlu(torch.nn.Module):
-    """silu(gate) * up of a fused [M, 1, 2 * inner]."""
+    """silu(gate) * up of the two that `GatedLinear` returns."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
 
-    def forward(self, fused: torch.Tensor) -> torch.Tensor:
+    def forward(self, gate_and_up: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Return [M, 1, inner]."""
-        gate, up = fused.flatten(0, 1).chunk(2, dim=-1)
-        return numerics.silu_mul(gate, up).unflatten(0, fused.shape[:2])
+        gate, up = gate_and_up
+        return numerics.silu_mul(gate, up)[:, None]
 
 
 class MixtureOfExperts(MoELayer):
@@ -238,5 +257,5 @@ class SharedSpecProvider(LocalSpecProvider):
         return CoreAttention
 
     def activation_func(self) -> type:
-        """The gated activation on the fused output of gate and up."""
+        """The gated activation of the two outputs of gate and up."""
         return SwiGlu

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -33,6 +33,7 @@ from engines import numerics
 from engines.train.head import scored_logprobs
 from engines.train.megatron.layers import (
     MixtureOfExperts,
+    PackedSelfAttention,
     QkvLinear,
     SharedSpecProvider,
     residual_add,
@@ -52,8 +53,8 @@ EXACT_OPS = frozenset(
         "aten.clone", "aten.empty", "aten.new_zeros",
         # between the host, where slot and loss are, and the device
         "aten._to_copy",
-        # fused outputs put together, the slot's description in integers
-        "aten.cat", "aten.cumsum", "aten.lift_fresh",
+        # the slot's description in integers
+        "aten.cumsum", "aten.lift_fresh",
         # selection of rows, and zeros into padding
         "aten.index_select", "aten.index_copy_", "aten.masked_fill",
     }
@@ -173,7 +174,7 @@ def block_spec(
     norm = backend.layer_norm(rms_norm=True)
     qk_norm = norm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=QkvLinear,
