@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model_specs.errors import EngineError
+from model_specs.run_spec import ExecutionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,16 @@ class EngineHandle:
         return self.actor.on_engine.remote(import_path, *args, **kwargs)
 
 
-def gather(references: Sequence[Any], *, what: str, timeout_s: float = 1800.0) -> list[Any]:
+def gather(
+    references: Sequence[Any], *, what: str, timeout_s: float = 1800.0, setting: str = ""
+) -> list[Any]:
     """Wait for all references and return their values in the order given.
+
+    Args:
+        references: Of calls of engines.
+        what: The calls, in words, for an error.
+        timeout_s: Seconds for all of them together.
+        setting: Name of the field that says so, if one does.
 
     Raises EngineError when a process was lost, when its code raised, or at the deadline; an error
     of Lockstep's own tree that was raised inside an engine is raised here as itself.
@@ -63,9 +72,20 @@ def gather(references: Sequence[Any], *, what: str, timeout_s: float = 1800.0) -
         if pending and time.monotonic() > deadline:
             raise EngineError(
                 f"{what}: {len(pending)} of {len(references)} calls did not end within "
-                f"{timeout_s:.0f} s; the engines' logs are in Ray's session folder"
+                f"{timeout_s:.0f} s{setting and f' ({setting})'}; the engines' logs are in Ray's "
+                "session folder"
             )
     return [_value(reference, what) for reference in references]
+
+
+def gather_work(references: Sequence[Any], *, what: str, execution: ExecutionSpec) -> list[Any]:
+    """`gather` work that grows with model and batch, for as long as the spec allows."""
+    return gather(
+        references,
+        what=what,
+        timeout_s=execution.call_timeout_s,
+        setting="execution.call_timeout_s",
+    )
 
 
 def _value(reference: Any, what: str) -> Any:

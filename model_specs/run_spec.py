@@ -177,6 +177,8 @@ class ExecutionSpec(Frozen):
     bucket_mib: int = Field(default=64, ge=1)
     """Size of one bucket of a weight push."""
     object_store_mib: int = Field(default=512, ge=80)
+    call_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest that one call of an engine may take: its start, a draw, an update, a checkpoint."""
     placement: Literal["colocated", "separate"] = "colocated"
     """On CUDA. `colocated`: rank r and engine r share GPU r. `separate`: the ranks have the first
     GPUs, in the order of node and PCI bus id, and the engines the next ones."""

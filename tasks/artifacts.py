@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from engines.cluster import gather
+from engines.cluster import gather_work
 from engines.provenance.digest import root_digest
 from engines.provenance.ledger import LedgerLine, verify_ledger
 from engines.provenance.lock import StageOutput, final_rows, read_lock
@@ -72,18 +72,20 @@ def _finder(opened: LegSession, source: Path, output: str) -> Found | None:
 
 
 def _download(opened: LegSession, folder: Path) -> str:
-    (found,) = gather(
+    (found,) = gather_work(
         [opened.trainer_hosts[0].run("engines.checkpoint.download:verify_download", str(folder))],
         what=f"digest of {folder.name}",
+        execution=opened.spec.execution,
     )
     return str(found.digest)
 
 
 def _root(opened: LegSession, function: str, *arguments: object) -> str:
     digests: Mapping[str, str]
-    (digests,) = gather(
+    (digests,) = gather_work(
         [opened.trainer_hosts[0].run(f"engines.checkpoint.{function}", *arguments)],
         what="digest of an artifact",
+        execution=opened.spec.execution,
     )
     return root_digest(digests)
 

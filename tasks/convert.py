@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines.cluster import gather
+from engines.cluster import gather_work
 from engines.contracts import ArtifactRef
 from engines.provenance.digest import root_digest
 from tasks.session import session
@@ -20,12 +20,13 @@ def convert(session_name: str, model: ArtifactRef) -> ArtifactRef:
     opened.stage_reused = target.is_dir()
     function = "digest_dcp_model" if opened.stage_reused else "convert_hf_to_dcp"
     arguments = (target,) if opened.stage_reused else (model.uri, target)
-    (digests,) = gather(
+    (digests,) = gather_work(
         [
             opened.trainer_hosts[0].run(
                 f"engines.checkpoint.convert:{function}", *arguments, opened.spec.model
             )
         ],
         what="conversion of the model",
+        execution=opened.spec.execution,
     )
     return ArtifactRef(uri=str(target), kind="dcp", digest=root_digest(digests))

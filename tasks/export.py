@@ -9,7 +9,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from engines import guard
-from engines.cluster import Cluster, gather
+from engines.cluster import Cluster, gather_work
 from engines.contracts import ArtifactRef
 from engines.provenance.digest import root_digest
 from engines.train.group import trainer_env
@@ -27,7 +27,7 @@ def export(session_name: str, source: ArtifactRef, model: ArtifactRef) -> Artifa
     opened = session(session_name)
     target = opened.folder / "export"
     shutil.rmtree(target, ignore_errors=True)
-    (digests,) = gather(
+    (digests,) = gather_work(
         [
             opened.trainer_hosts[0].run(
                 EXPORT_CHECKPOINT,
@@ -39,6 +39,7 @@ def export(session_name: str, source: ArtifactRef, model: ArtifactRef) -> Artifa
             )
         ],
         what="export",
+        execution=opened.spec.execution,
     )
     return ArtifactRef(uri=str(target), kind="export", digest=root_digest(digests))
 
@@ -70,7 +71,7 @@ def export_alone(
     )
     with cluster:
         host = cluster.start("export-0", env=trainer_env(spec), num_cpus=1)
-        (digests,) = gather(
+        (digests,) = gather_work(
             [
                 host.run(
                     EXPORT_CHECKPOINT,
@@ -82,5 +83,6 @@ def export_alone(
                 )
             ],
             what="export",
+            execution=spec.execution,
         )
     return ArtifactRef(uri=str(target), kind="export", digest=root_digest(digests))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.cluster import gather
+from engines.cluster import gather_work
 from engines.contracts import ArtifactRef, Sample, SampleRequest, TrainSample
 from engines.data import prompt_order
 from engines.gates.controls import ControlResult, judge_native, judge_stock
@@ -223,9 +223,10 @@ def _layerwise(opened: LegSession, requests: Sequence[SampleRequest]) -> GateRec
     folder = opened.folder / "layers"
     shutil.rmtree(folder, ignore_errors=True)
     firsts = [request for request in requests if request.sample_index == 0]
-    (samples,) = gather(
+    (samples,) = gather_work(
         [rollout.call_first("layer_states", firsts, folder=str(folder))],
         what="hidden states of the rollout",
+        execution=opened.spec.execution,
     )
     trainer.layer_states(_as_train_samples(samples), folder=folder)
     lengths = {request.request_id: len(request.prompt_token_ids) for request in firsts}
@@ -273,7 +274,7 @@ def _native_samples(
     env = engine_env(opened.spec, policy="native")
     gpu = opened.placement.get(engine_name(0))
     host = opened.cluster.start("native-0", **start_on(gpu, env))
-    gather(
+    gather_work(
         [
             host.actor.create.remote(
                 ROLLOUT_ENGINE,
@@ -283,9 +284,13 @@ def _native_samples(
             )
         ],
         what="start of the native control",
-        timeout_s=900,
+        execution=opened.spec.execution,
     )
-    (samples,) = gather([host.call("generate", list(requests))], what="native control")
+    (samples,) = gather_work(
+        [host.call("generate", list(requests))],
+        what="native control",
+        execution=opened.spec.execution,
+    )
     opened.cluster.stop(host)
     return tuple(samples)
 
@@ -296,7 +301,7 @@ def _stock(
     ours: Sequence[Sample],
     native: Sequence[Sample],
 ) -> list[dict[str, list[float]]]:
-    return gather(
+    return gather_work(
         [
             opened.trainer_hosts[0].run(
                 "engines.gates.controls:stock_logprobs",
@@ -308,6 +313,7 @@ def _stock(
             for samples in (ours, native)
         ],
         what="stock control",
+        execution=opened.spec.execution,
     )
 
 

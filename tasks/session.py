@@ -16,7 +16,7 @@ from typing import Any
 from uuid import UUID
 
 from engines import guard
-from engines.cluster import Cluster, EngineHandle, gather, identities
+from engines.cluster import Cluster, EngineHandle, gather, gather_work, identities
 from engines.contracts import ArtifactRef, Flip, PromptSet
 from engines.environment import environment_fingerprint, require_unchanged
 from engines.gates.logprobs import LogprobGate
@@ -129,18 +129,19 @@ class LegSession:
             for index, host in enumerate(self.rollout_hosts)
         ]
         self.start_trainer(weights)
-        gather(created, what="start of the rollout engines", timeout_s=900)
+        gather_work(created, what="start of the rollout engines", execution=self.spec.execution)
         self.rollout = RolloutGroup(self.rollout_hosts, self.spec)
         self.trainer_alone().connect(
             self.rollout, rendezvous=self.folder / f"weights-{self.fence.token}"
         )
-        (self.prompts,) = gather(
+        (self.prompts,) = gather_work(
             [
                 self.rollout_hosts[0].run(
                     "engines.rollout.prompts:build_prompts", model.uri, data.uri, spec_json
                 )
             ],
             what="rendering of the prompts",
+            execution=self.spec.execution,
         )
         self._record_prompts(self.prompts)
         self.record_environment()

@@ -15,7 +15,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from engines.cluster import EngineHandle, gather
+from engines.cluster import EngineHandle, gather, gather_work
 from engines.contracts import Flip, Sample, SampleRequest
 from engines.environment import MAX_CPU_ISA
 from engines.turns import Turns
@@ -141,13 +141,14 @@ class RolloutGroup:
         self._wake()
         parts = [order[index :: len(self._handles)] for index in range(len(self._handles))]
         options = {"sampling": sampling.model_dump_json()} if sampling is not None else {}
-        answers = gather(
+        answers = gather_work(
             [
                 handle.call("generate", part, **options)
                 for handle, part in zip(self._handles, parts, strict=True)
                 if part
             ],
             what="rollout",
+            execution=self._spec.execution,
         )
         samples = {sample.request_id: sample for answer in answers for sample in answer}
         if samples.keys() != set(ids) or sum(map(len, answers)) != len(ids):
@@ -183,7 +184,7 @@ class RolloutGroup:
                 bits.
         """
         self._wake()
-        digests = gather(
+        digests = gather_work(
             [
                 handle.call(
                     "receive",
@@ -195,6 +196,7 @@ class RolloutGroup:
                 for index, handle in enumerate(self._handles)
             ],
             what="weight push",
+            execution=self._spec.execution,
         )
         return self.agreed(digests, version=version)
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engines.cluster import EngineHandle, gather
+from engines.cluster import EngineHandle, gather_work
 from engines.contracts import Flip, TrainSample, UpdateRecord
 from engines.environment import MAX_CPU_ISA
 from engines.host import CALLED_ASLEEP
@@ -103,7 +103,7 @@ class TrainerGroup:
             )
             for rank, handle in enumerate(self._handles)
         ]
-        gather(created, what="start of the trainer")
+        self._gather(created, what="start of the trainer")
 
     def score(self, samples: Sequence[TrainSample], *, flip: Flip | None = None) -> str:
         """Score all samples at the current weights; return the root digest of log-probs."""
@@ -259,9 +259,12 @@ class TrainerGroup:
         if self._turns is not None and method not in CALLED_ASLEEP:
             self._turns.need("trainer")
         references = [handle.call(method, *args, **kwargs) for handle in self._handles]
-        return gather(references, what=f"trainer {method}")
+        return self._gather(references, what=f"trainer {method}")
 
     def _first(self, method: str, *args: Any) -> Any:
         if self._turns is not None:
             self._turns.need("trainer")
-        return gather([self._handles[0].call(method, *args)], what=f"trainer {method}")[0]
+        return self._gather([self._handles[0].call(method, *args)], what=f"trainer {method}")[0]
+
+    def _gather(self, references: Sequence[Any], *, what: str) -> list[Any]:
+        return gather_work(references, what=what, execution=self._spec.execution)

@@ -109,7 +109,9 @@ class PackedSelfAttention(SelfAttention):
             rows.view(*hidden_states.shape[:2], -1, self.config.kv_channels)
             for rows in self.linear_qkv(hidden_states)
         )
-        return self.q_layernorm(query), self.k_layernorm(key), value
+        if self.config.qk_layernorm:  # without them megatron-core 0.19 has None, 0.16 an identity
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
 
 
 class GatedLinear(ColumnParallelLinear):

@@ -35,7 +35,7 @@ class FakeRank:
 
 @pytest.fixture(autouse=True)
 def _answers_are_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "gather", lambda references, **_: list(references))
+    monkeypatch.setattr(group_module, "gather_work", lambda references, **_: list(references))
 
 
 def spec(ranks: int) -> RunSpec:
