@@ -81,6 +81,9 @@ KIND_TAG = "lockstep.kind"
 LEG_TAG = "lockstep.leg"
 SYNCED_TAG = "lockstep.synced_step"
 """Last step whose metrics are all in the store; written after them."""
+VALUES_TAG = "lockstep.synced_values"
+"""How many metrics of that step; more are there when a crash ended the step before its evaluation,
+and a resume brought it."""
 SENDING_TAG = "lockstep.sending_step"
 """Last step that a sync set out to send; written before. Greater than the synced step only when
 that sync did not end, and then the store's history says what is already there."""
@@ -337,12 +340,17 @@ class _Projection:
         from mlflow.entities import Metric, RunTag
 
         run_id = child.info.run_id
-        synced = int(child.data.tags.get(SYNCED_TAG, -1))
-        pending = [step for step in steps if step.step > synced]
+        tags = child.data.tags
+        synced, num_values = int(tags.get(SYNCED_TAG, -1)), int(tags.get(VALUES_TAG, -1))
+        pending = [
+            step
+            for step in steps
+            if step.step > synced or (step.step == synced and len(step.values) > num_values)
+        ]
         if not pending:
             return
         present: set[tuple[str, int]] = set()
-        if int(child.data.tags.get(SENDING_TAG, -1)) > synced:
+        if int(tags.get(SENDING_TAG, -1)) > synced or pending[0].step == synced:
             present = self._points(run_id, {name for step in pending for name in step.values})
         self._client.set_tag(run_id, SENDING_TAG, str(pending[-1].step))
         for batch in _step_batches(pending):
@@ -353,8 +361,9 @@ class _Projection:
                 for name, value in step.values.items()
                 if (name, step.step) not in present
             ]
-            tag = RunTag(SYNCED_TAG, str(batch[-1].step))
-            self._client.log_batch(run_id, metrics=metrics, tags=[tag], synchronous=True)
+            last = batch[-1]
+            done = [RunTag(SYNCED_TAG, str(last.step)), RunTag(VALUES_TAG, str(len(last.values)))]
+            self._client.log_batch(run_id, metrics=metrics, tags=done, synchronous=True)
 
     def _points(self, run_id: str, names: Iterable[str]) -> set[tuple[str, int]]:
         """Return (metric name, step) of every point that the store already has."""

@@ -152,6 +152,20 @@ def test_a_later_sync_sends_only_the_rest(
     assert steps_of(tracked) == each_once(5)
 
 
+def test_an_evaluation_that_came_after_its_step_was_sent_arrives_once(
+    tmp_path: Path, uri: str
+) -> None:
+    run_dir = make_run(tmp_path, "evaluated-late", steps=3)
+    sync(run_dir, tracking_uri=uri, experiment="e")
+    append(run_dir / "a" / "metrics.jsonl", {"step": 3, "metrics": {"eval/held/accuracy": 0.5}})
+    for _ in range(2):
+        tracked = sync(run_dir, tracking_uri=uri, experiment="e")
+        assert history(tracked, "a", "eval/held/accuracy") == [(3, 0.5)]
+        assert history(tracked, "a", "reward/mean") == [(step, step / 10) for step in (1, 2, 3)]
+    append_steps(run_dir / "a", range(4, 5))
+    assert steps_of(sync(run_dir, tracking_uri=uri, experiment="e"))["reward/mean"] == [1, 2, 3, 4]
+
+
 def break_log_batch(monkeypatch: pytest.MonkeyPatch, *, share: float, with_tags: bool) -> None:
     """Let the first batch of metrics arrive only in part, at another time, and then fail."""
     from mlflow import MlflowClient
