@@ -59,11 +59,6 @@ _OWNED: list[Any] = []
 """Token and write end of the pipe; the end stays open for as long as the driver lives."""
 
 
-def own_token() -> str | None:
-    """The token of this process's guard, if it was started."""
-    return _OWNED[0] if _OWNED else None
-
-
 def look() -> None:
     """Let the watcher take note of all processes that run now; call it when some were started."""
     if _OWNED:

@@ -26,7 +26,7 @@ DRIVER = """
 import subprocess, sys, time
 from engines import guard
 token = guard.start()
-assert guard.start() == token == guard.own_token()
+assert guard.start() == token
 sleep = "import time; time.sleep(600)"
 deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); "
 children = [
