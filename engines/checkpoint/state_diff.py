@@ -1,11 +1,12 @@
-"""Compare two checkpoints: equal state digests, or the first tensor and element that differ.
+"""Compare two checkpoints: all tensors equal, or the first tensor and element that differ.
 
     found = compare_checkpoints(a / "checkpoints/step-000004", b / "checkpoints/step-000004")
     found.verdict, found.headline, found.first
 
-A folder without a meta (what a conversion made, the state of step 0) is compared too. This module
-loads no torch: the tensors are read in a process of their own, one at a time, by
-`python -m engines.checkpoint.state_diff A B`, which prints one JSON object.
+The tensors decide, read from both folders; a state digest is what a folder says of itself, and one
+that contradicts the tensors is an error. A folder without a meta (what a conversion made, the state
+of step 0) is compared too. This module loads no torch: the tensors are read in a process of their
+own, one at a time, by `python -m engines.checkpoint.state_diff A B`, which prints one JSON object.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class StateComparison:
     verdict: Verdict
     digests: tuple[str | None, str | None]
     """State digests of both; None for a folder without a meta."""
-    tensors: int | None = None
-    """How many were read and compared; None where equal state digests said it."""
+    tensors: int
+    """How many were read and compared."""
     first: Divergence | None = None
     note: str = ""
 
@@ -46,10 +47,10 @@ class StateComparison:
         """Say the outcome in one line."""
         if self.first is not None:
             text = f"first difference at {self.first}"
-        elif self.tensors is None:
-            text = f"state digest {self.digests[0]} of both"
         else:
             text = f"{self.tensors} tensors equal"
+            if None not in self.digests:
+                text += f", state digest {self.digests[0]}"
         return f"{text} ({self.note})" if self.note else text
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,14 +65,14 @@ def compare_checkpoints(folder_a: str | Path, folder_b: str | Path) -> StateComp
     """Compare two checkpoints, of whatever runs and trainers.
 
     Raises:
-        CheckpointError: One cannot be read.
+        CheckpointError: One cannot be read, or the state digests of both are equal and the tensors
+            are not, or the other way round.
     """
     folders = (Path(folder_a), Path(folder_b))
     metas = [read_meta(folder) if (folder / META_FILE).is_file() else None for folder in folders]
     digests = (_digest(metas[0]), _digest(metas[1]))
     note = _note(metas)
-    if digests[0] is not None and digests[0] == digests[1]:
-        return StateComparison(verdict=Verdict.IDENTICAL, digests=digests, note=note)
+    told_equal = None if None in digests else digests[0] == digests[1]
     ended = subprocess.run(
         [sys.executable, "-m", "engines.checkpoint.state_diff", *map(str, folders)],
         capture_output=True,
@@ -85,7 +86,7 @@ def compare_checkpoints(folder_a: str | Path, folder_b: str | Path) -> StateComp
         )
     found = json.loads(ended.stdout.splitlines()[-1])
     if found["first"] is None:
-        if None not in digests:
+        if told_equal is False:
             raise CheckpointError(
                 f"the state digests differ ({digests[0]} | {digests[1]}), but all tensors of "
                 f"{folders[0]} and {folders[1]} are equal: a meta is not that of its tensors"
@@ -103,6 +104,12 @@ def compare_checkpoints(folder_a: str | Path, folder_b: str | Path) -> StateComp
         step=metas[0].step if metas[0] else 0,
         update=-1,  # as in a ledger: the state that a leg begins with
     )
+    if told_equal:
+        raise CheckpointError(
+            f"{folders[0]} and {folders[1]} both say that their state digest is {digests[0]}, but "
+            f"they differ at {first}: files of one have changed since it was written. A resume "
+            "from it is refused, which tells which"
+        )
     return StateComparison(
         verdict=Verdict.DIVERGED, digests=digests, tensors=found["tensors"], first=first, note=note
     )

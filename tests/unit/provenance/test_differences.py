@@ -317,12 +317,12 @@ def write_state(folder: Path, *, digest: str, **changes: torch.Tensor) -> Path:
     return folder
 
 
-def test_checkpoints_are_equal_by_digest_or_differ_at_their_first_element(tmp_path: Path) -> None:
+def test_checkpoints_are_equal_or_differ_at_their_first_element(tmp_path: Path) -> None:
     other = torch.full((2, 3), 1.0)
     flip_bit(other, 4, 1)
     a = write_state(tmp_path / "a", digest="s")
     assert compare_checkpoints(a, write_state(tmp_path / "b", digest="s")).headline == (
-        "state digest s of both"
+        "5 tensors equal, state digest s"
     )
     moved = torch.full((2, 3), 0.5)
     changes = {"optimizer__exp_avg__layers__2__w": moved, "model__layers__10__w": other}
@@ -341,6 +341,9 @@ def test_a_converted_state_is_compared_and_a_digest_that_lies_is_an_error(tmp_pa
     a = write_state(tmp_path / "a", digest="s")
     with pytest.raises(CheckpointError, match="a meta is not that of its tensors"):
         compare_checkpoints(a, write_state(tmp_path / "b", digest="u"))
+    changed = write_state(tmp_path / "c", digest="s", progress__step=torch.tensor(5))
+    with pytest.raises(CheckpointError, match=r"differ at .*progress step.* 4 .* 5"):
+        compare_checkpoints(a, changed)
     bare = tmp_path / "bare"
     DcpStorage().write(bare, {"model.layers.2.w": torch.ones(2, 3)})
     found = compare_checkpoints(a, bare)
