@@ -20,7 +20,9 @@ from megatron.core.models.gpt import GPTModel, gpt_model
 
 from engines import numerics
 from engines.checkpoint.convert import digest_dcp_model
+from engines.checkpoint.state_diff import compare_checkpoints
 from engines.provenance.tensor_digest import digest_tensor
+from engines.provenance.verdict import Verdict
 from engines.train.megatron import layers, parallel
 from engines.train.trainer import GrpoTrainer
 from model_specs.errors import CheckpointError, EngineError
@@ -137,6 +139,7 @@ def test_checkpoint_of_megatron_is_the_model_of_fsdp2_and_goes_on_bit_for_bit(
         trainer.update(samples, step=1, update=0)
         assert trainer.save(str(tmp_path / "fsdp2"), chain_digest="c" * 32, attempt=1) == state
     assert digest_dcp_model(tmp_path / "fsdp2", QWEN2) == weights
+    assert compare_checkpoints(target, tmp_path / "fsdp2").verdict is Verdict.IDENTICAL
     with started(spec, folders["qwen2"], tmp_path) as trainer:
         trainer.load(str(target))
         assert trainer.state_digest() == state

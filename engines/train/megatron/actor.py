@@ -11,7 +11,7 @@ the checkpoint's tensors. What is sent is read from Megatron's own storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from engines.checkpoint.dcp import Storage
 from engines.train.megatron import parallel
 from engines.train.megatron.model import EXACT_OPS, build_model
-from engines.train.megatron.names import LogicalBlock, all_blocks, write_blocks
+from engines.train.megatron.names import all_blocks, by_name, write_blocks
 from engines.train.megatron.storage import DistCheckpointing
 from engines.train.reduction import BinaryCounter, TreeReduceScatter
 from engines.train.shards import Shard, replicated
@@ -93,20 +93,11 @@ class MegatronTrainer(GrpoTrainer):
         else:
             assert self._stock_sum is not None
             flat, self._stock_sum = self._stock_sum, None
-        blocks = all_blocks(self._layout.views(flat).items(), self.spec.model)
+        found = all_blocks(self._layout.views(flat).items(), self.spec.model)
         return {
-            name: parts[0] if len(parts) == 1 else torch.cat(parts)
-            for name, parts in self._in_rows(blocks)
+            name: torch.cat([block.rows for block in blocks]) if blocks[1:] else blocks[0].rows
+            for name, blocks in by_name(found).items()
         }
-
-    def _in_rows(self, blocks: Iterable[LogicalBlock]) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Yield the checkpoint's names with the blocks of each, first rows first."""
-        by_name: dict[str, list[LogicalBlock]] = {name: [] for name in self._shards}
-        for block in blocks:
-            by_name[block.name].append(block)
-        for name, found in by_name.items():
-            found.sort(key=lambda block: block.row_offset)
-            yield name, [block.rows for block in found]
 
     def _forget_gradients(self) -> None:
         self._counter, self._stock_sum = BinaryCounter(), None
@@ -124,8 +115,8 @@ class MegatronTrainer(GrpoTrainer):
 
     def wire_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor in the wire dtype), read from Megatron's own storage."""
-        for name, parts in self._in_rows(self._blocks):
-            yield name, torch.cat(parts)
+        for name, blocks in by_name(self._blocks).items():
+            yield name, torch.cat([block.rows for block in blocks])
 
     def _storage(self) -> Storage:
         return DistCheckpointing()

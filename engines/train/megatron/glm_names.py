@@ -22,6 +22,7 @@ import torch
 from engines.train.megatron.names import (
     WHOLE,
     LogicalBlock,
+    by_name,
     gate_and_up,
     joined_shape,
     write_blocks,
@@ -137,13 +138,11 @@ def glm_to_hf(state: Mapping[str, torch.Tensor], sizes: GlmSizes) -> dict[str, t
     Raises:
         EngineError: Rows of a checkpoint tensor are missing or there twice.
     """
-    blocks = _grouped(state, sizes)
     whole = {}
-    for name in sorted(blocks):
-        ordered = sorted(blocks[name], key=lambda block: block.row_offset)
-        if joined_shape(ordered) is None:
+    for name, blocks in _grouped(state, sizes).items():
+        if joined_shape(blocks) is None:
             raise EngineError(f"{name}: Megatron's rows do not cover it exactly once")
-        whole[name] = torch.cat([block.rows for block in ordered])
+        whole[name] = torch.cat([block.rows for block in blocks])
     return whole
 
 
@@ -191,8 +190,6 @@ def _dtype_of(
 
 
 def _grouped(state: Mapping[str, torch.Tensor], sizes: GlmSizes) -> dict[str, list[LogicalBlock]]:
-    blocks: dict[str, list[LogicalBlock]] = {}
-    for name, tensor in state.items():
-        for block in glm_blocks(name, tensor, sizes):
-            blocks.setdefault(block.name, []).append(block)
-    return blocks
+    return by_name(
+        block for name, tensor in state.items() for block in glm_blocks(name, tensor, sizes)
+    )

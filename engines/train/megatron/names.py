@@ -134,9 +134,7 @@ def all_blocks(
     blocks = [
         block for name, tensor in named_tensors for block in logical_blocks(name, tensor, spec)
     ]
-    covered: dict[str, list[LogicalBlock]] = {}
-    for block in blocks:
-        covered.setdefault(block.name, []).append(block)
+    covered = by_name(blocks)
     wanted = parameter_shapes(spec)
     faults = [f"{name} is missing" for name in sorted(wanted.keys() - covered.keys())]
     faults += [f"{name} is unknown" for name in sorted(covered.keys() - wanted.keys())]
@@ -149,10 +147,18 @@ def all_blocks(
     return blocks
 
 
+def by_name(blocks: Iterable[LogicalBlock]) -> dict[str, list[LogicalBlock]]:
+    """Return name -> its blocks, first rows first; sorted by name."""
+    found: dict[str, list[LogicalBlock]] = {}
+    for block in sorted(blocks, key=lambda each: (each.name, each.row_offset)):
+        found.setdefault(block.name, []).append(block)
+    return found
+
+
 def joined_shape(blocks: list[LogicalBlock]) -> tuple[int, ...] | None:
-    """Return the shape of blocks that follow each other without gap or overlap, else None."""
+    """Return the shape of one name's blocks, first rows first; None at a gap or an overlap."""
     end = 0
-    for block in sorted(blocks, key=lambda item: item.row_offset):
+    for block in blocks:
         if block.row_offset != end:
             return None
         end += block.rows.shape[0]
@@ -165,14 +171,10 @@ def megatron_to_hf(state: Mapping[str, torch.Tensor], spec: ModelSpec) -> dict[s
     Raises:
         EngineError: `state` is not the model of `spec`.
     """
-    blocks = all_blocks(state.items(), spec)
-    whole = {
-        name: torch.empty(shape, dtype=next(b.rows.dtype for b in blocks if b.name == name))
-        for name, shape in parameter_shapes(spec).items()
+    return {
+        name: torch.cat([block.rows for block in blocks])
+        for name, blocks in by_name(all_blocks(state.items(), spec)).items()
     }
-    for block in blocks:
-        whole[block.name][block.row_offset :][: len(block.rows)] = block.rows
-    return whole
 
 
 def hf_to_megatron(
