@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from engines.cluster import gather
+from engines.cluster import gather_work
 from engines.contracts import ArtifactRef
 from engines.data import data_file
 from engines.evaluation import EvalResult, eval_prompts, eval_requests, judge_eval
@@ -38,7 +38,7 @@ def prepare_evals(opened: LegSession, model: ArtifactRef, evals: ArtifactRef) ->
     for chosen in opened.spec.plan.evals:
         data = chosen.data_of(opened.spec.data)
         as_run = opened.spec.model_copy(update={"data": data})
-        (prompts,) = gather(
+        (prompts,) = gather_work(
             [
                 opened.rollout_hosts[0].run(
                     "engines.rollout.prompts:build_prompts",
@@ -48,6 +48,7 @@ def prepare_evals(opened: LegSession, model: ArtifactRef, evals: ArtifactRef) ->
                 )
             ],
             what=f"rendering of the prompts of {chosen.name}",
+            execution=opened.spec.execution,
         )
         opened.eval_prompts[chosen.name] = prompts
         logger.info(

@@ -234,5 +234,9 @@ class RolloutGroup:
     def preflight(self) -> dict[str, Mapping[str, Any]]:
         """Run the probes of `engines.gates.preflight` in every engine; return name -> result."""
         self._wake()
-        values = gather([handle.call("preflight") for handle in self._handles], what="preflight")
+        values = gather_work(
+            [handle.call("preflight") for handle in self._handles],
+            what="preflight",
+            execution=self._spec.execution,
+        )
         return {handle.name: value for handle, value in zip(self._handles, values, strict=True)}

@@ -10,11 +10,12 @@ torch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.cluster import EngineHandle, gather
+from engines.cluster import EngineHandle, gather, gather_work
 from engines.contracts import Flip
 from model_specs.run_spec import RunSpec
 
@@ -66,12 +67,11 @@ def push(
         EngineError: A tensor is missing, unknown or of another shape, or a process was lost.
     """
     what = f"weight push of version {version}"
-    begun = gather([t.call("begin_push", flip=flip, keep_to=keep_to) for t in trainers], what=what)
+    wait = functools.partial(gather_work, what=what, execution=spec.execution)
+    begun = wait([t.call("begin_push", flip=flip, keep_to=keep_to) for t in trainers])
     layout = begun[0][0]
     attachments = {index: handle for _, part in begun for index, handle in part.items()}
-    gather(
-        [e.call("begin_push", layout, attachments.get(i)) for i, e in enumerate(engines)], what=what
-    )
+    wait([e.call("begin_push", layout, attachments.get(i)) for i, e in enumerate(engines)])
     taken: list[int] = []
     for bucket in range(len(layout)):
         puts = [trainer.call("put_bucket", bucket, taken) for trainer in trainers]
@@ -79,15 +79,14 @@ def push(
             engine.call("take_bucket", bucket, _source(puts, index, spec))
             for index, engine in enumerate(engines)
         ]
-        taken = gather([*takes, *puts], what=what)[: len(engines)]
-    received = gather(
+        taken = wait([*takes, *puts])[: len(engines)]
+    received = wait(
         [
             engine.call("end_push", version=version, flip=flip, keep_to=None if index else keep_to)
             for index, engine in enumerate(engines)
-        ],
-        what=what,
+        ]
     )
-    sent = gather([t.call("end_push", taken) for t in trainers], what=what)
+    sent = wait([t.call("end_push", taken) for t in trainers])
     return sent[0], received
 
 
