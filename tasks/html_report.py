@@ -94,13 +94,12 @@ def _compared(found: Mapping[str, Path], comparison: Mapping[str, Any]) -> str:
     if not comparison or not comparison.get("compared"):
         return section("What was looked at", tiles([reused])) if stages else ""
     compared = comparison["compared"]
-    leg, beside = (*found.values(), None)[:2]
-    assert leg is not None
+    leg, *others = found.values()
     amounts = compared_amounts(
         leg,
         updates=compared["updates"],
         first_probe=(comparison.get("first") or {}).get("probe"),
-        beside=beside,
+        beside=others[0] if others else None,
     )
     figures = [
         ("steps in common", str(comparison["common_steps"])),

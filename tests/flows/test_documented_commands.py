@@ -187,10 +187,8 @@ def test_the_commands_of_a_page_work_as_they_are_written(
         elif fence.is_output and printed and page.parent.name == "how-to":
             assert unmatched(fence.text, printed) == []
         for command in fence.commands:
-            if command == "make demo":
-                printed = reader.run(DEMO)
-            else:
-                printed = reader.run(command) if is_run_here(command) else ""
+            asked = DEMO if command == "make demo" else command
+            printed = reader.run(asked) if is_run_here(asked) else ""
 
 
 @pytest.mark.slow

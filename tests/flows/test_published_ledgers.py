@@ -15,5 +15,5 @@ pytestmark = pytest.mark.slow
 def test_the_demo_is_the_published_golden_of_this_environment(twin_folder: Path) -> None:
     found = goldens.check(twin_folder)
     if found.verdict is None:
-        pytest.skip(found.message)
+        pytest.skip(f"not run: {found.message}")
     assert found.verdict is Verdict.IDENTICAL, found.message
